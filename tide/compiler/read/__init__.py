@@ -1,0 +1,119 @@
+"""First pass: from whatever a user has of a model to a `ModelSpec`.
+
+torch is imported only when a module is read, and never for a list of parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tide.compiler.model import Mesh, ModelSpec
+from tide.compiler.read.listing import read_file, read_listing
+from tide.compiler.read.policy import Policy, ShardDim, check_ranks
+from tide.errors import InputError
+from tide.topology import Topology
+
+__all__ = ["Policy", "read"]
+
+
+def read(
+    model: Any,
+    *,
+    topology: Topology | None = None,
+    mesh: Mesh | None = None,
+    wrap: Any = None,
+    policy: Any = None,
+    shard_dim: ShardDim | None = None,
+    ignored_params: Collection[Any] = (),
+    reshard_after_forward: bool = True,
+) -> ModelSpec:
+    """Parameters, units and shard groups of a model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, mapping, str, path or ModelSpec
+        A module that FSDP2 has sharded; a plain module, on the meta device if need be; a mapping of
+        names to shapes and dtypes; a ``.json`` file of that; a ``.safetensors`` file, its index, or
+        the folder of a checkpoint; or a `ModelSpec`, which is only checked.
+    topology : Topology, optional
+        Where the ranks are. Needed for everything that FSDP2 has not sharded.
+    mesh : Mesh, optional
+        Shard groups; by default all ranks of the topology are one.
+    wrap : optional
+        How to cut the model into units, see `read_module` and `read_listing`; by default each block
+        of each list of blocks, then the root's rest.
+    policy : Policy or MixedPrecisionPolicy, optional
+        Mixed precision; nothing is cast without one.
+    shard_dim : callable, optional
+        ``(name, shape) -> dim`` to shard; 0 by default.
+    ignored_params : collection of parameters or names
+        Left out of the plan.
+    reshard_after_forward : bool
+        Whether units give up their storage after the forward pass.
+
+    Raises
+    ------
+    InputError
+        For anything that cannot be read, naming it and the remedy. Options other than ``topology``
+        are refused for a module that FSDP2 has sharded, which has its own answers.
+    """
+    if topology is not None and not isinstance(topology, Topology):
+        raise InputError(f"topology: expected tide.Topology, got {type(topology).__name__}")
+    options = {
+        "mesh": mesh,
+        "wrap": wrap,
+        "policy": policy,
+        "shard_dim": shard_dim,
+        "ignored_params": ignored_params,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    spec = _dispatch(model, topology, options)
+    if topology is not None:
+        check_ranks(spec, topology)
+    return spec
+
+
+def _dispatch(model: Any, topology: Topology | None, options: dict[str, Any]) -> ModelSpec:
+    if isinstance(model, ModelSpec):
+        _refuse(options, "a ModelSpec")
+        return model
+    if isinstance(model, str | os.PathLike):
+        return read_file(model, topology=topology, **options)
+    if isinstance(model, Mapping):
+        return read_listing(model, topology=topology, **options)
+    # whoever has a module has imported torch
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        if _is_sharded(model):
+            from tide.compiler.read.fsdp import read_fsdp
+
+            _refuse(options, "a fully_shard-ed module")
+            return read_fsdp(model, topology=topology)
+        from tide.compiler.read.module import read_module
+
+        return read_module(model, topology=topology, **options)
+    raise InputError(
+        f"cannot read a model from a {type(model).__name__}; pass a torch module, a mapping of names to "
+        "(shape, dtype), or the path of a .json or .safetensors file"
+    )
+
+
+def _is_sharded(model: Any) -> bool:
+    if "torch.distributed.fsdp" not in sys.modules:  # then nothing was sharded; the import takes seconds
+        return False
+    from tide.fsdp import introspect
+
+    return introspect.has_fsdp(model)
+
+
+def _refuse(options: dict[str, Any], what: str) -> None:
+    defaults = {"ignored_params": (), "reshard_after_forward": True}
+    given = [name for name, value in options.items() if value != defaults.get(name)]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: {what} already says so itself; "
+            "leave the option out, or pass a plain module or a list of parameters"
+        )
