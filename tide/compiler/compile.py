@@ -1,0 +1,225 @@
+"""From a model's parameters to layouts and programs: the passes in order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
+from tide.compiler.options import PlanOptions
+from tide.compiler.place import ArenaLayout, UnitLayout, lay_out_arena, lay_out_unit
+from tide.compiler.schedule import UnitContext, all_gather_program, chunk_elements, reduce_scatter_program
+from tide.compiler.steps import Program
+from tide.errors import InputError
+from tide.topology import Team, Topology, team_of
+
+COLLECTIVES = ("all_gather", "reduce_scatter")
+
+#: Parts of a parameter that decide its layout and programs; its name does not.
+_Signature = tuple[tuple[object, ...], ...]
+
+
+def _signature(unit: Unit) -> _Signature:
+    def key(p: Parameter) -> tuple[object, ...]:
+        return (p.shape, p.dim, p.dtype, p.shard_dtype, p.grad_dtype, p.out_dtype)
+
+    return (*(key(parameter) for parameter in unit.parameters), (unit.mesh.size,))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Compiled:
+    """Layouts and programs of all ranks; programs are made when first asked for, and kept.
+
+    Attributes
+    ----------
+    spec : ModelSpec
+        Units and parameters.
+    topology : Topology
+        Ranks and nodes.
+    options : PlanOptions
+        The choices made.
+    layouts : dict of str to UnitLayout
+        Storage of each unit within its slot.
+    arena : ArenaLayout
+        Slots, receive areas and signals.
+    digest : str
+        Hash of everything above: equal on two ranks if and only if they hold the same plan.
+    """
+
+    spec: ModelSpec
+    topology: Topology
+    options: PlanOptions
+    layouts: dict[str, UnitLayout]
+    arena: ArenaLayout
+    digest: str
+    overrides: Mapping[tuple[str, str, int], Program] = field(default_factory=dict)
+    _signatures: dict[str, int] = field(default_factory=dict)
+    _teams: dict[tuple[Mesh, int], Team] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+
+    def group(self, unit: str, rank: int) -> tuple[tuple[int, ...], int]:
+        """World ranks of the shard group of ``rank`` for ``unit``, and its position there."""
+        found = self.spec.unit(unit).mesh.locate(rank)
+        if found is None:
+            raise InputError(f"rank {rank} holds no shard of unit {unit!r}")
+        return found
+
+    def context(self, unit: str, rank: int) -> UnitContext:
+        """What the schedules need to know, for the shard group of ``rank``."""
+        found = self.spec.unit(unit)
+        group, _ = self.group(unit, rank)
+        key = (found.mesh, group[0])
+        if key not in self._teams:
+            self._teams[key] = team_of(group, self.topology)
+        return UnitContext(found, self.layouts[unit], self._teams[key], self.arena.receive, self.options)
+
+    def program(
+        self,
+        unit: str,
+        collective: str,
+        rank: int,
+        subset: Sequence[int] | None = None,
+        grad_dtypes: Mapping[int, str] | None = None,
+    ) -> Program:
+        """Program of world rank ``rank``.
+
+        Parameters
+        ----------
+        unit : str
+            Unit name.
+        collective : str
+            ``"all_gather"`` or ``"reduce_scatter"``.
+        rank : int
+            World rank.
+        subset : sequence of int, optional
+            Reduce-scatter only: indices of the parameters that have a gradient.
+        grad_dtypes : mapping of int to str, optional
+            Reduce-scatter only: element types of gradients that differ from the plan's this time, by parameter
+            index (gradients accumulated in float32, say). The areas stay as they are; a piece of wider elements
+            holds fewer of them.
+        """
+        if collective not in COLLECTIVES:
+            raise InputError(f"no collective {collective!r}; there are {' and '.join(COLLECTIVES)}")
+        if subset is None and (damaged := self.overrides.get((unit, collective, rank))) is not None:
+            return damaged
+        context = self.context(unit, rank)
+        _, position = self.group(unit, rank)
+        chosen = None if subset is None else tuple(subset)
+        other = tuple(sorted(grad_dtypes.items())) if grad_dtypes else ()
+        key = (self._signatures[unit], context.team, collective, position, chosen, other)
+        if key not in self._programs:
+            if collective == "all_gather":
+                self._programs[key] = all_gather_program(context, position)
+            else:
+                if other:
+                    context = _with_grad_dtypes(context, dict(other))
+                self._programs[key] = reduce_scatter_program(context, position, chosen)
+        return self._programs[key]
+
+    def with_program(self, unit: str, rank: int, program: Program) -> Compiled:
+        """A copy in which ``rank`` runs ``program`` for ``unit``; for experiments and tests."""
+        overrides = {**self.overrides, (unit, program.collective, rank): program}
+        return replace(self, overrides=overrides)
+
+
+def _with_grad_dtypes(context: UnitContext, grad_dtypes: Mapping[int, str]) -> UnitContext:
+    """The unit as if its parameters had gradients of these types."""
+    parameters = list(context.unit.parameters)
+    for index, dtype in grad_dtypes.items():
+        parameters[index] = replace(parameters[index], grad_dtype=dtype)
+    return replace(context, unit=replace(context.unit, parameters=tuple(parameters)))
+
+
+def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | None = None) -> Compiled:
+    """Runs all passes that do not depend on a rank.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        As a reader gave it.
+    topology : Topology
+        Must hold every rank of every mesh.
+    options : PlanOptions, optional
+        Choices.
+
+    Raises
+    ------
+    InputError
+        If a mesh names a rank that the topology does not have.
+    """
+    options = options or PlanOptions()
+    if spec.world_size > topology.world_size:
+        raise InputError(
+            f"{spec.source or 'model'}: its mesh names rank {spec.world_size - 1}, but {topology} has "
+            f"only ranks 0..{topology.world_size - 1}; pass the topology of the job"
+        )
+    ids: dict[_Signature, int] = {}
+    signatures: dict[str, int] = {}
+    by_signature: dict[int, tuple[UnitLayout, int]] = {}
+    layouts: dict[str, UnitLayout] = {}
+    chunks: dict[str, int] = {}
+    for unit in spec.units:
+        number = signatures[unit.name] = ids.setdefault(_signature(unit), len(ids))
+        if number not in by_signature:
+            by_signature[number] = lay_out_unit(unit, options), chunk_elements(unit, options)
+        layouts[unit.name], elements = by_signature[number]
+        if elements:
+            chunks[unit.name] = elements
+    teams: dict[Mesh, set[Team]] = {}
+
+    def teams_of(unit: Unit) -> Sequence[Team]:
+        if unit.mesh not in teams:
+            teams[unit.mesh] = {team_of(group, topology) for group in unit.mesh.groups}
+        return list(teams[unit.mesh])
+
+    arena = lay_out_arena(spec, layouts, teams_of, chunks, topology.world_size, options)
+    return Compiled(spec, topology, options, layouts, arena, digest(spec, topology, options), _signatures=signatures)
+
+
+#: Raised whenever layouts or programs change for the same input, so that mixed versions do not run together.
+FORMAT = 1
+
+
+def spec_to_dict(spec: ModelSpec) -> dict[str, object]:
+    """Plain values, for JSON and for the digest; meshes are stored once."""
+    meshes: dict[Mesh, int] = {}
+    units = []
+    for unit in spec.units:
+        mesh = meshes.setdefault(unit.mesh, len(meshes))
+        parameters = [
+            [p.name, list(p.shape), p.dim, p.dtype, p.shard_dtype, p.grad_dtype, p.out_dtype, list(p.aliases)]
+            for p in unit.parameters
+        ]
+        units.append([unit.name, mesh, unit.stays_whole, unit.lives_with, unit.depth, parameters])
+    return {
+        "source": spec.source,
+        "skipped": [list(row) for row in spec.skipped],
+        "meshes": [[list(group) for group in mesh.groups] for mesh in meshes],
+        "units": units,
+    }
+
+
+def spec_from_dict(data: Mapping[str, object]) -> ModelSpec:
+    """Inverse of :func:`spec_to_dict`."""
+    meshes = [Mesh(tuple(tuple(group) for group in groups)) for groups in data["meshes"]]  # type: ignore[attr-defined]
+    units = []
+    for name, mesh, stays_whole, lives_with, depth, rows in data["units"]:  # type: ignore[attr-defined]
+        parameters = tuple(
+            Parameter(row[0], tuple(row[1]), row[2], row[3], row[4], row[5], row[6], tuple(row[7])) for row in rows
+        )
+        units.append(Unit(name, parameters, meshes[mesh], stays_whole, lives_with, depth))
+    skipped = tuple((row[0], row[1]) for row in data["skipped"])  # type: ignore[attr-defined]
+    return ModelSpec(tuple(units), str(data["source"]), skipped)
+
+
+def digest(spec: ModelSpec, topology: Topology, options: PlanOptions) -> str:
+    """Hash of all that decides layouts and programs."""
+    content = {
+        "format": FORMAT,
+        "spec": {key: value for key, value in spec_to_dict(spec).items() if key in ("meshes", "units")},
+        "topology": [topology.nodes, topology.gpus_per_node],
+        "options": options.to_dict(),
+    }
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

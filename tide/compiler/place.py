@@ -1,0 +1,311 @@
+"""Where everything lies in the arena: parameters in a slot, slots, receive areas, signal words.
+
+A slot holds one unit's storage at a time::
+
+    slot ├─ p0 ─────────┤pad├─ p1 ───┤pad├─ p2 ┤ … ├─ bundle: owner 0 │ owner 1 │ … ┤
+         └ whole parameter, row-major, aligned      └ shards of the small parameters, dense
+
+and the arena is the same on every rank::
+
+    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ signals ─┤
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tide.compiler.dtypes import itemsize
+from tide.compiler.model import ModelSpec, Parameter, Unit
+from tide.compiler.options import PlanOptions
+from tide.compiler.shard import Int64, padded_numel, shard
+from tide.compiler.steps import SLOT_LANES, Lane
+from tide.topology import Team
+
+#: Bytes of one signal word.
+SIGNAL_BYTES = 8
+#: Alignment of areas in the arena; NCCL windows ask for it too.
+AREA_ALIGNMENT = 4096
+#: Alignment of a parameter's segment in a bundle and of a piece in the receive area.
+SEGMENT_ALIGNMENT = 16
+
+
+def align(offset: int, alignment: int) -> int:
+    """Smallest multiple of ``alignment`` that is at least ``offset``."""
+    return -(-offset // alignment) * alignment
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bundle:
+    """Small parameters' shards, dense, one segment per owner; all figures in bytes.
+
+    Attributes
+    ----------
+    members : tuple of int
+        Indices of the bundled parameters.
+    offset : int
+        Start of the bundle in the slot.
+    base, length : ndarray of int64, shape (W,)
+        Start of each owner's segment relative to ``offset``, and its bytes.
+    at : ndarray of int64, shape (len(members), W)
+        Start of each member within each owner's segment.
+    """
+
+    members: tuple[int, ...]
+    offset: int
+    base: Int64
+    length: Int64
+    at: Int64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class UnitLayout:
+    """Storage of one unit within its slot.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Byte offset of each parameter.
+    nbytes : tuple of int
+        Bytes reserved for each parameter, without the pad to the next.
+    bundle : Bundle or None
+        Present when small parameters travel together.
+    size : int
+        Bytes of the whole.
+    """
+
+    offsets: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    bundle: Bundle | None
+    size: int
+
+    def bundled(self, index: int) -> bool:
+        """Whether parameter ``index`` travels in the bundle."""
+        return self.bundle is not None and index in self.bundle.members
+
+
+def _travels_in_bundle(parameter: Parameter, owners: int, options: PlanOptions) -> bool:
+    table = shard(parameter, owners)
+    size = itemsize(parameter.dtype)
+    largest = int(table.numel.max()) * size
+    if not largest > 0:
+        return False
+    short_runs = table.outer > 1 and int(table.run.max()) * size < options.min_run_bytes
+    return largest <= options.bundle_bytes or short_runs
+
+
+def lay_out_unit(unit: Unit, options: PlanOptions) -> UnitLayout:
+    """Storage offsets of a unit's parameters, and its bundle.
+
+    Parameters
+    ----------
+    unit : Unit
+        Parameters and mesh.
+    options : PlanOptions
+        Alignment and the bundle's thresholds.
+    """
+    owners = unit.mesh.size
+    offsets, sizes, cursor = [], [], 0
+    for parameter in unit.parameters:
+        numel = padded_numel(parameter, owners) if options.padded_storage else parameter.numel
+        offsets.append(cursor)
+        sizes.append(numel * itemsize(parameter.dtype))
+        cursor = align(cursor + sizes[-1], options.alignment)
+    members = tuple(
+        index
+        for index, parameter in enumerate(unit.parameters)
+        if owners > 1 and _travels_in_bundle(parameter, owners, options)
+    )
+    # One small parameter alone gains nothing from the detour, unless its runs are too short for copies.
+    if len(members) == 1 and shard(unit.parameters[members[0]], owners).outer == 1:
+        members = ()
+    bundle = None
+    if members:
+        at = np.zeros((len(members), owners), dtype=np.int64)
+        length = np.zeros(owners, dtype=np.int64)
+        for row, index in enumerate(members):
+            parameter = unit.parameters[index]
+            at[row] = length
+            nbytes = shard(parameter, owners).numel * itemsize(parameter.dtype)
+            length += -(-nbytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        bundle = Bundle(members, cursor, np.cumsum(length) - length, length, at)
+        cursor = align(cursor + int(length.sum()), options.alignment)
+    return UnitLayout(tuple(offsets), tuple(sizes), bundle, max(cursor, options.alignment))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part of the arena that holds one unit's storage at a time."""
+
+    offset: int
+    size: int
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveLayout:
+    """Areas of the reduce-scatter, shared by all units; sizes in bytes.
+
+    Attributes
+    ----------
+    receive, partial, wire : int
+        Offsets in the arena.
+    piece : int
+        Bytes of one piece (one rank's gradients of one chunk); a position holds one piece per rank
+        of the node other than the owner.
+    peers : int
+        Pieces per position.
+    chunk : int
+        Bytes of one float32 partial sum.
+    depth : int
+        Positions of each area.
+    """
+
+    receive: int
+    partial: int
+    wire: int
+    piece: int
+    peers: int
+    chunk: int
+    depth: int
+
+    @property
+    def receive_size(self) -> int:
+        """Bytes of the receive area."""
+        return self.depth * self.peers * self.piece
+
+    @property
+    def wire_size(self) -> int:
+        """Bytes of the partial area, and of the wire area."""
+        return self.depth * self.chunk
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ArenaLayout:
+    """One rank's arena: the same offsets on every rank.
+
+    Attributes
+    ----------
+    slots : tuple of Slot
+        In order of offset.
+    slot_of : dict of str to int
+        Slot index of each unit.
+    receive : ReceiveLayout
+        Areas of the reduce-scatter.
+    signals : int
+        Offset of the signal words.
+    world_size : int
+        Ranks that may signal.
+    size : int
+        Bytes of the arena.
+    """
+
+    slots: tuple[Slot, ...]
+    slot_of: dict[str, int]
+    receive: ReceiveLayout
+    signals: int
+    world_size: int
+    size: int
+
+    @property
+    def lanes(self) -> int:
+        """Number of distinct lanes: those of every slot, then those of the arena."""
+        return len(self.slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
+
+    def lane(self, slot: int, lane: Lane) -> int:
+        """Row of the signal words for ``lane``, which is kept per slot or once."""
+        if lane < SLOT_LANES:
+            return slot * SLOT_LANES + lane
+        return len(self.slots) * SLOT_LANES + (lane - SLOT_LANES)
+
+    def signal_word(self, slot: int, lane: Lane, source: int) -> int:
+        """Arena offset of the counter of signals from world rank ``source``."""
+        return self.signals + (self.lane(slot, lane) * self.world_size + source) * SIGNAL_BYTES
+
+
+def assign_slots(spec: ModelSpec, sizes: dict[str, int], options: PlanOptions) -> list[tuple[str, ...]]:
+    """Units of each slot.
+
+    Units that stay whole own their slot. The others share ``options.slots`` slots a kind in turn, so
+    that forward and backward meet the same address. A kind is a mesh (signals of a slot are counted
+    among one group only), a depth of nesting, a place among the units that live together, and a size
+    within a factor of two (so that K slots are not K times the largest unit).
+    """
+    owned: list[tuple[str, ...]] = []
+    kinds: dict[object, list[str]] = {}
+    place_in_module: dict[int, int] = {}
+    for unit in spec.units:
+        order = 0
+        if unit.lives_with >= 0:
+            order = place_in_module.get(unit.lives_with, 0)
+            place_in_module[unit.lives_with] = order + 1
+        if options.slots is None or unit.stays_whole:
+            owned.append((unit.name,))
+        else:
+            kinds.setdefault((unit.mesh, unit.depth, order, sizes[unit.name].bit_length()), []).append(unit.name)
+    shared: list[tuple[str, ...]] = []
+    for names in kinds.values():
+        assert options.slots is not None
+        shared += [tuple(names[k :: options.slots]) for k in range(min(options.slots, len(names)))]
+    first = {unit.name: order for order, unit in enumerate(spec.units)}
+    return sorted(owned + shared, key=lambda names: first[names[0]])
+
+
+def lay_out_arena(
+    spec: ModelSpec,
+    layouts: dict[str, UnitLayout],
+    teams: Callable[[Unit], Sequence[Team]],
+    chunk_elements: dict[str, int],
+    world_size: int,
+    options: PlanOptions,
+) -> ArenaLayout:
+    """Offsets of slots, receive areas and signals.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        All units.
+    layouts : dict of str to UnitLayout
+        Storage of each unit.
+    teams : callable
+        The distinct teams of a unit's shard groups.
+    chunk_elements : dict of str to int
+        Elements of one chunk of each unit's reduce-scatter; absent for units without gradients.
+    world_size : int
+        Ranks of the topology.
+    options : PlanOptions
+        Alignment, slots, depth.
+    """
+    cursor = 0
+    slots: list[Slot] = []
+    slot_of: dict[str, int] = {}
+    for names in assign_slots(spec, {name: layout.size for name, layout in layouts.items()}, options):
+        size = align(max(layouts[name].size for name in names), AREA_ALIGNMENT)
+        for name in names:
+            slot_of[name] = len(slots)
+        slots.append(Slot(cursor, size, names))
+        cursor += size
+    piece = chunk = peers = 0
+    crosses_nodes = False
+    for unit in spec.units:
+        if unit.name not in chunk_elements:
+            continue
+        width = max(itemsize(p.grad_dtype) for p in unit.parameters if p.grad_dtype is not None)
+        piece = max(piece, chunk_elements[unit.name] * width)
+        chunk = max(chunk, chunk_elements[unit.name] * 4)
+        for team in teams(unit):
+            peers = max(peers, team.per_node - 1)
+            crosses_nodes |= team.nodes > 1
+    piece, chunk = align(piece, SEGMENT_ALIGNMENT), align(chunk, SEGMENT_ALIGNMENT)
+    if not crosses_nodes:
+        chunk = 0
+    receive = cursor
+    partial = align(receive + options.receive_depth * peers * piece, AREA_ALIGNMENT)
+    wire = align(partial + options.receive_depth * chunk, AREA_ALIGNMENT)
+    signals = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
+    areas = ReceiveLayout(receive, partial, wire, piece, peers, chunk, options.receive_depth)
+    lanes = len(slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
+    size = align(signals + lanes * world_size * SIGNAL_BYTES, AREA_ALIGNMENT)
+    return ArenaLayout(tuple(slots), slot_of, areas, signals, world_size, size)
