@@ -1,0 +1,419 @@
+"""Programs as NumPy tables: a row for each step, each transfer or cast, each sum and each of its sources.
+
+Steps are numbered through all loaded programs, queue by queue, so that the order of two numbers of one
+queue is the order in which their steps run. A *queue* is one stream of one position. Payloads (the
+transfers, casts or sums of a step) are stored once however many steps carry the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tide.compiler.dtypes import ITEMSIZE
+from tide.compiler.shard import Int64
+from tide.compiler.steps import (
+    Accumulate,
+    Buffer,
+    Copy,
+    Lane,
+    Multicast,
+    Place,
+    Program,
+    Put,
+    Region,
+    Signal,
+    Step,
+    Wait,
+)
+from tide.compiler.verify.scene import Scene
+
+Bools = npt.NDArray[np.bool_]
+
+PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE = range(7)
+KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate")
+
+BUFFERS = tuple(Buffer)
+SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, RUNNING, OUT = range(8)
+_BUFFER = {id(buffer): code for code, buffer in enumerate(BUFFERS)}  # by identity: hashing an Enum is slow
+assert [b.value for b in BUFFERS] == ["shard", "storage", "grad", "receive", "partial", "wire", "running", "out"]
+
+DTYPES = tuple(ITEMSIZE)
+DTYPE = {name: code for code, name in enumerate(DTYPES)}
+SIZES = np.array([ITEMSIZE[name] for name in DTYPES], dtype=np.int64)
+#: Types of the columns of steps: kind, peer, lane, count, payload. There may be tens of millions of steps.
+_ROW = (np.int8, np.int32, np.int8, np.int32, np.int32)
+#: Dtype code of transfers, which move bytes.
+RAW = -1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Regions:
+    """Columns of regions: equal runs in one buffer each."""
+
+    buffer: Int64
+    index: Int64
+    offset: Int64
+    pitch: Int64
+
+    def __getitem__(self, rows: Any) -> Regions:
+        return Regions(self.buffer[rows], self.index[rows], self.offset[rows], self.pitch[rows])
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> Regions:
+        """Columns of a sequence of regions."""
+        buffer = [_BUFFER[id(r.buffer)] for r in regions]
+        return cls(
+            np.array(buffer, dtype=np.int64),
+            np.array([r.index for r in regions], dtype=np.int64),
+            np.array([r.offset for r in regions], dtype=np.int64),
+            np.array([r.pitch for r in regions], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Moves:
+    """Transfers and casts: rows of the payload store, or (gathered) one row a step and destination.
+
+    ``src_dtype`` and ``dst_dtype`` are codes into :data:`DTYPES`, or :data:`RAW`; lengths are bytes.
+    """
+
+    src: Regions
+    dst: Regions
+    runs: Int64
+    src_length: Int64
+    dst_length: Int64
+    src_dtype: Int64
+    dst_dtype: Int64
+
+    def __getitem__(self, rows: Any) -> Moves:
+        return Moves(
+            self.src[rows],
+            self.dst[rows],
+            self.runs[rows],
+            self.src_length[rows],
+            self.dst_length[rows],
+            self.src_dtype[rows],
+            self.dst_dtype[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sums:
+    """Sums: ``based`` tells whether a row has a base; sources of row ``i`` are ``first[i] : first[i + 1]``."""
+
+    dst: Regions
+    base: Regions
+    based: Bools
+    runs: Int64
+    count: Int64
+    src_dtype: Int64
+    dst_dtype: Int64
+    first: Int64
+    srcs: Regions
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Access:
+    """Moves of steps: ``moves[i]`` goes from memory of position ``source[i]`` to that of ``target[i]``."""
+
+    step: Int64
+    source: Int64
+    target: Int64
+    moves: Moves
+
+
+def ranges(starts: Int64, stops: Int64) -> tuple[Int64, Int64]:
+    """All integers of the ranges ``starts[i] : stops[i]``, and the ``i`` of each."""
+    lengths = np.maximum(stops - starts, 0)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return starts[owner] + within, owner
+
+
+class Payloads:
+    """Stores each distinct payload once."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []  # payloads are told apart by identity, so they must stay alive
+        self._number: dict[int, int] = {}
+        self._transfers: list[Any] = []
+        self._sums: list[Any] = []
+        self._bounds: list[tuple[int, int]] = []
+
+    def number(self, payload: Sequence[Any], sums: bool = False) -> int:
+        """Number of a payload, which is stored if it is new."""
+        found = self._number.get(id(payload))
+        if found is None:
+            found = self._number[id(payload)] = len(self._kept)
+            self._kept.append(payload)
+            rows = self._sums if sums else self._transfers
+            self._bounds.append((len(rows), len(rows) + len(payload)))
+            rows.extend(payload)
+        return found
+
+    def bounds(self) -> Int64:
+        """First row and end of each payload among the moves, or among the sums."""
+        return np.array(self._bounds, dtype=np.int64).reshape(-1, 2)
+
+    def moves(self) -> Moves:
+        """Columns of all transfers and casts."""
+        rows = self._transfers
+        raw = np.array([len(row) == 4 for row in rows], dtype=bool)  # Transfer has 4 fields, Cast has 6
+        src_dtype = np.array([RAW if len(r) == 4 else DTYPE[r[4]] for r in rows], dtype=np.int64)
+        dst_dtype = np.array([RAW if len(r) == 4 else DTYPE[r[5]] for r in rows], dtype=np.int64)
+        extent = np.array([r[3] for r in rows], dtype=np.int64)
+        return Moves(
+            Regions.of([r[0] for r in rows]),
+            Regions.of([r[1] for r in rows]),
+            np.array([r[2] for r in rows], dtype=np.int64),
+            np.where(raw, extent, extent * SIZES[src_dtype]),
+            np.where(raw, extent, extent * SIZES[dst_dtype]),
+            src_dtype,
+            dst_dtype,
+        )
+
+    def sums(self) -> Sums:
+        """Columns of all sums."""
+        rows = self._sums
+        none = Region(Buffer.SHARD, -1, 0)
+        counts = np.array([len(r.srcs) for r in rows], dtype=np.int64)
+        return Sums(
+            Regions.of([r.dst for r in rows]),
+            Regions.of([r.base or none for r in rows]),
+            np.array([r.base is not None for r in rows], dtype=bool),
+            np.array([r.runs for r in rows], dtype=np.int64),
+            np.array([r.count for r in rows], dtype=np.int64),
+            np.array([DTYPE[r.src_dtype] for r in rows], dtype=np.int64),
+            np.array([DTYPE[r.dst_dtype] for r in rows], dtype=np.int64),
+            np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+            Regions.of([src for r in rows for src in r.srcs]),
+        )
+
+
+class Tables:
+    """Steps of the loaded programs.
+
+    Parameters
+    ----------
+    scene : Scene
+        What is being proved.
+    programs : iterable of Program
+        Programs of some or all positions, in ascending order of position.
+
+    Attributes
+    ----------
+    queue_position, queue_stream, queue_start, queue_stop : ndarray of int64, shape (Q,)
+        Position, stream (index into ``streams``), first step and end of each queue.
+    queue_of : ndarray of int64, shape (positions, streams)
+        Queue of a position's stream, or -1.
+    loaded : ndarray of bool, shape (positions,)
+        Positions whose program is loaded.
+    queue, kind, peer, lane, count, payload : ndarray, shape (S,)
+        Queue and fields of each step; ``payload`` is -1 where there is none. ``count`` is 1 for a put
+        (which signals once), and 1 for an ``Accumulate`` that is final.
+    """
+
+    def __init__(self, scene: Scene, programs: Iterable[Program]) -> None:
+        self.scene = scene
+        self.streams: list[str] = []
+        self.release: dict[int, tuple[str, ...]] = {}
+        self._payloads = Payloads()
+        self.multicast: dict[int, tuple[int, ...]] = {}
+        self.loaded = np.zeros(scene.size, dtype=bool)
+        queues: list[tuple[int, int, int]] = []
+        columns: list[tuple[npt.NDArray[Any], ...]] = []
+        self.steps = 0
+        for program in programs:
+            if program.collective != scene.collective:
+                scene.fail(f"runs a program for {program.collective}", position=program.position)
+            self.loaded[program.position] = True
+            self.release[program.position] = program.release
+            names = [stream.name for stream in program.streams]
+            if len(set(names)) != len(names):
+                scene.fail(f"two streams of one name among {names}", position=program.position)
+            for stream in program.streams:
+                if stream.name not in self.streams:
+                    self.streams.append(stream.name)
+                queues.append((program.position, self.streams.index(stream.name), len(stream.steps)))
+                columns.append(self._rows(stream.steps))
+                self.steps += len(stream.steps)
+        shape = np.array(queues, dtype=np.int64).reshape(-1, 3)
+        self.queue_position, self.queue_stream = shape[:, 0].copy(), shape[:, 1].copy()
+        self.queue_stop = np.cumsum(shape[:, 2])
+        self.queue_start = self.queue_stop - shape[:, 2]
+        self.queue_of = np.full((scene.size, max(len(self.streams), 1)), -1, dtype=np.int64)
+        self.queue_of[self.queue_position, self.queue_stream] = np.arange(len(shape))
+        self.queue = np.repeat(np.arange(len(shape), dtype=np.int32), shape[:, 2])
+        parts = list(zip(*columns, strict=True)) or [(np.zeros(0, dtype),) for dtype in _ROW]
+        del columns
+        self.payload, self.count, self.lane, self.peer, self.kind = (np.concatenate(parts.pop()) for _ in _ROW)
+        self._check_peers()
+        self._bounds = self._payloads.bounds()
+        self.moves = self._payloads.moves()
+        self.sums = self._payloads.sums()
+        self._check_regions()
+
+    def _rows(self, steps: Sequence[Step]) -> tuple[npt.NDArray[Any], ...]:
+        """Columns of the steps of a stream; streams repeat their signals and waits, each is looked at once."""
+        keys = list(map(id, steps))
+        distinct = dict(zip(keys, steps, strict=True))
+        rows = np.array(list(map(self._row, distinct.values())), dtype=np.int32).reshape(-1, len(_ROW))
+        number = dict(zip(distinct, range(len(distinct)), strict=True))
+        if any(type(step) is Multicast for step in distinct.values()):
+            for at, step in enumerate(steps):
+                if isinstance(step, Multicast):
+                    self.multicast[self.steps + at] = step.peers
+        at_row = np.fromiter(map(number.__getitem__, keys), dtype=np.int64, count=len(keys))
+        return tuple(rows[:, i].astype(dtype)[at_row] for i, dtype in enumerate(_ROW))
+
+    def _row(self, step: Any) -> tuple[int, int, int, int, int]:
+        kind = type(step)
+        if kind is Wait:
+            return WAIT, step.peer, step.lane, step.count, -1
+        if kind is Signal:
+            return SIGNAL, step.peer, step.lane, step.count, -1
+        if kind is Copy:
+            return COPY, step.peer, -1, step.pull, self._payloads.number(step.transfers)
+        if kind is Put:
+            return PUT, step.peer, step.lane, 1, self._payloads.number(step.transfers)
+        if kind is Accumulate:
+            return ACCUMULATE, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
+        if kind is Place:
+            return PLACE, -1, -1, 0, self._payloads.number(step.casts)
+        if kind is Multicast:
+            return MULTICAST, -1, -1, 0, self._payloads.number(step.transfers)
+        self.scene.fail(f"no proof covers steps of type {kind.__name__}")
+
+    def _check_peers(self) -> None:
+        named = np.isin(self.kind, (WAIT, SIGNAL, COPY, PUT))
+        wrong = np.flatnonzero(named & ((self.peer < 0) | (self.peer >= self.scene.size)))
+        if len(wrong):
+            step = int(wrong[0])
+            self.scene.fail(f"names position {self.peer[step]} of {self.scene.size}", step=self.describe(step))
+        wrong = np.flatnonzero(np.isin(self.kind, (WAIT, SIGNAL)) & (self.count < 1))
+        if len(wrong):
+            step = int(wrong[0])
+            self.scene.fail(f"counts {self.count[step]} signals", step=self.describe(step))
+
+    def _check_regions(self) -> None:
+        """Memory of the arena has no index; the rest is of a parameter."""
+        m, s = self.moves, self.sums
+        sources = np.repeat(np.arange(len(s.runs)), np.diff(s.first))
+        for of_sums, region, row in (
+            (False, m.src, np.arange(len(m.runs))),
+            (False, m.dst, np.arange(len(m.runs))),
+            (True, s.dst, np.arange(len(s.runs))),
+            (True, s.base[s.based], np.flatnonzero(s.based)),
+            (True, s.srcs, sources),
+        ):
+            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE))
+            limit = np.where(in_arena, 1, len(self.scene.parameters))
+            bad = np.flatnonzero((region.index < 0) | (region.index >= limit))
+            if not len(bad):
+                continue
+            kinds = self.kind == ACCUMULATE if of_sums else (self.payload >= 0) & (self.kind != ACCUMULATE)
+            bounds = self._bounds[np.maximum(self.payload, 0)]
+            at = row[bad[0]]
+            step = int(np.flatnonzero(kinds & (bounds[:, 0] <= at) & (at < bounds[:, 1]))[0])
+            name = BUFFERS[int(region.buffer[bad[0]])].value
+            self.scene.fail(f"names {name} [{region.index[bad[0]]}], which there is not", step=self.describe(step))
+
+    def position(self, steps: npt.NDArray[np.integer[Any]]) -> Int64:
+        """Whose steps they are."""
+        found: Int64 = self.queue_position[self.queue[steps]]
+        return found
+
+    def of_kind(self, *kinds: int) -> Int64:
+        """Numbers of all steps of the given kinds."""
+        return np.flatnonzero(np.isin(self.kind, kinds)).astype(np.int64)
+
+    def of_kind_at(self, positions: Bools | None, *kinds: int) -> Int64:
+        """Steps of the given kinds, only those of some positions if ``positions`` is given."""
+        if positions is None:
+            return self.of_kind(*kinds)
+        queues = np.flatnonzero(positions[self.queue_position])
+        steps, _ = ranges(self.queue_start[queues], self.queue_stop[queues])
+        found: Int64 = steps[np.isin(self.kind[steps], kinds)]
+        return found
+
+    def access(self, *kinds: int, positions: Bools | None = None) -> Access:
+        """All moves of the steps of the given kinds; a multicast gives one row for each destination."""
+        steps = self.of_kind_at(positions, *kinds)
+        bounds = self._bounds[self.payload[steps]]
+        rows, of = ranges(bounds[:, 0], bounds[:, 1])
+        step = steps[of]
+        me, peer, kind = self.position(step), self.peer[step].astype(np.int64), self.kind[step]
+        pulls, pushes = (kind == COPY) & (self.count[step] == 1), (kind == COPY) & (self.count[step] == 0)
+        source = np.where(pulls, peer, me)
+        target = np.where(pushes | (kind == PUT), peer, me)
+        if len(many := np.flatnonzero(kind == MULTICAST)):
+            peers = [self.multicast[int(step[row])] for row in many]
+            counts = np.ones(len(step), dtype=np.int64)
+            counts[many] = [len(group) for group in peers]
+            spread = np.repeat(np.arange(len(step)), counts)
+            step, source, target, rows = step[spread], source[spread], target[spread], rows[spread]
+            target[np.isin(spread, many)] = [peer for group in peers for peer in group]
+        return Access(step, source, target, self.moves[rows])
+
+    def sum_rows(self, positions: Bools | None = None) -> tuple[Int64, Int64]:
+        """Row of ``sums`` and step of each sum of each ``Accumulate``."""
+        steps = self.of_kind_at(positions, ACCUMULATE)
+        bounds = self._bounds[self.payload[steps]]
+        rows, of = ranges(bounds[:, 0], bounds[:, 1])
+        return rows, steps[of]
+
+    def gradient_of(self, step: int) -> int | None:
+        """Parameter whose gradient (the first one that) a step of a reduce-scatter carries, if that shows."""
+        kind, payload = int(self.kind[step]), int(self.payload[step])
+        if payload < 0:
+            return None
+        first, stop = (int(bound) for bound in self._bounds[payload])
+        if kind == COPY and first < stop:
+            return int(self.moves.src.index[first])
+        if kind == ACCUMULATE and first < stop:
+            for src in range(int(self.sums.first[first]), int(self.sums.first[first + 1])):
+                if self.sums.srcs.buffer[src] == GRAD:
+                    return int(self.sums.srcs.index[src])
+            return int(self.sums.dst.index[first])
+        if kind == PUT and first < stop:  # the n-th put of a rank carries its n-th partial sum
+            me = self.queue_position[self.queue[step]]
+            mine = np.flatnonzero(self.queue_position[self.queue] == me)
+            turn = int(np.count_nonzero(self.kind[mine[mine < step]] == PUT))
+            for s in mine[self.kind[mine] == ACCUMULATE]:
+                row, end = (int(bound) for bound in self._bounds[self.payload[s]])
+                if row < end and self.sums.dst.buffer[row] == PARTIAL:
+                    if turn == 0:
+                        return self.gradient_of(int(s))
+                    turn -= 1
+        return None
+
+    def describe(self, step: int) -> str:
+        """Names a step: rank, stream, place in the stream and kind."""
+        queue = int(self.queue[step])
+        stream = self.streams[int(self.queue_stream[queue])]
+        text = f"{self.scene.name(int(self.queue_position[queue]))} stream {stream} step {self.index(step)}"
+        kind, peer = int(self.kind[step]), self.scene.name(int(self.peer[step]))
+        detail = {
+            WAIT: f" for {lane_name(self.lane[step])} of {peer}",
+            SIGNAL: f" {lane_name(self.lane[step])} to {peer}",
+            PUT: f" to {peer}",
+            COPY: f" {'from' if self.count[step] else 'to'} {peer}",
+        }.get(kind, "")
+        return f"{text} ({KIND_NAMES[kind]}{detail})"
+
+    def index(self, step: int) -> int:
+        """Place of a step in its stream."""
+        return int(step - self.queue_start[self.queue[step]])
+
+
+def lane_name(lane: Any) -> str:
+    """Name of a lane, or its number where it has none."""
+    try:
+        return Lane(int(lane)).name
+    except ValueError:
+        return f"lane {int(lane)}"
