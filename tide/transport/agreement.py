@@ -1,0 +1,255 @@
+"""Before the first collective: all ranks compare their plans and abilities, and tell each other what they export.
+
+Works on any ``torch.distributed`` process group, over gloo, and exchanges objects only. Every rank sees
+the same answers, so a difference is the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tide.compiler.compile import FORMAT, Compiled
+from tide.errors import InputError, PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Seconds that a rank waits for its peers where nobody says otherwise.
+DEFAULT_TIMEOUT = 60.0
+#: Environment variable that says otherwise.
+TIMEOUT_VARIABLE = "TIDE_TIMEOUT"
+#: Differences told in one message; a model that differs altogether would name every unit.
+MOST_DIFFERENCES = 6
+
+_T = TypeVar("_T")
+
+
+def resolve_timeout(timeout: float | None = None) -> float:
+    """Seconds that waits may take: the argument, else ``TIDE_TIMEOUT``, else 60.
+
+    Raises
+    ------
+    InputError
+        If it is not a positive number.
+    """
+    given: float | str = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT) if timeout is None else timeout
+    origin = TIMEOUT_VARIABLE if timeout is None else "timeout"
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not (0 < seconds < math.inf):
+        raise InputError(f"{origin} must be a positive number of seconds, got {given!r}")
+    return seconds
+
+
+def resolve_group(world_size: int, rank: int | None, group: ProcessGroup | None) -> tuple[ProcessGroup | None, int]:
+    """The process group of a plan's ranks and this rank in it; no group for a single rank without one.
+
+    Parameters
+    ----------
+    world_size : int
+        Ranks of the plan's topology.
+    rank : int or None
+        What the caller takes this rank to be.
+    group : ProcessGroup or None
+        The caller's group; the default group if None.
+
+    Raises
+    ------
+    InputError
+        If there is no process group, or it does not have the plan's ranks.
+    """
+    if group is None and not dist.is_initialized():
+        if world_size > 1:
+            raise InputError(
+                f"the plan has {world_size} ranks, but there is no process group; start the ranks with torchrun "
+                "and call torch.distributed.init_process_group('gloo') before"
+            )
+        if rank not in (None, 0):
+            raise InputError(f"rank {rank} is outside a plan of 1 rank")
+        return None, 0
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    if size != world_size:
+        raise InputError(
+            f"the plan was compiled for {world_size} ranks, but the process group has {size}; "
+            "compile it with the topology of the job, or pass the group it is meant for"
+        )
+    if rank is not None and rank != own:
+        raise InputError(f"rank {rank} was asked for, but this process is rank {own} of its process group")
+    return group, own
+
+
+#: Control groups that were made, with the default group of their time, by ranks. They live as long as that: the
+#: name of a group made again would lead to the old one's addresses in the store.
+_made: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
+
+
+@contextmanager
+def control_group(group: ProcessGroup | None, timeout: float) -> Iterator[ProcessGroup | None]:
+    """A gloo group with the ranks of ``group``: itself if it is gloo, otherwise one made at the first need."""
+    if dist.get_backend(group) == "gloo":
+        yield group
+        return
+    default = dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else default))
+    known = _made.get(ranks)
+    if known is None or known[0] is not default:
+        made = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout),
+            backend="gloo",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        known = _made[ranks] = default, made
+    yield known[1]
+
+
+def exchange(value: _T, group: ProcessGroup | None, timeout: float, what: str) -> list[_T]:
+    """Every rank's value, in order of rank.
+
+    Parameters
+    ----------
+    value : object
+        Picklable.
+    group : ProcessGroup or None
+        A gloo group.
+    timeout : float
+        Seconds to wait for all ranks to come here.
+    what : str
+        What is exchanged, for the message.
+
+    Raises
+    ------
+    PeerError
+        If a rank does not come within the deadline, or dies on the way.
+    """
+    out: list[_T] = [value] * dist.get_world_size(group)
+    try:
+        # all_gather_object knows no deadline but the group's, which is half an hour by default; this barrier
+        # has one, and rank 0's error names who is missing.
+        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+        dist.all_gather_object(out, value, group=group)
+    except RuntimeError as error:
+        raise PeerError(
+            f"the ranks could not exchange their {what} within {timeout:g} s: {str(error).strip()} "
+            f"(every rank must open the plan; a slow start may need a larger {TIMEOUT_VARIABLE})"
+        ) from error
+    return out
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 2–5``."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+
+
+def differences(facts: Sequence[Mapping[str, object]]) -> list[str]:
+    """One line for each name whose value is not the same on all ranks."""
+    lines = []
+    names = {name: None for mapping in facts for name in mapping}  # a set that keeps the order
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, mapping in enumerate(facts):
+            holders.setdefault(str(mapping[name]) if name in mapping else "absent", []).append(rank)
+        if len(holders) > 1:
+            told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+            lines.append(f"{name}: {told}")
+    return lines
+
+
+def plan_facts(compiled: Compiled) -> dict[str, object]:
+    """What must be equal for two ranks to hold the same plan, fine enough to say where they part."""
+    facts: dict[str, object] = {"torch version": torch.__version__, "plan format": FORMAT}
+    facts["topology"] = f"{compiled.topology.nodes} × {compiled.topology.gpus_per_node}"
+    facts.update((f"option {name}", value) for name, value in compiled.options.to_dict().items())
+    facts["units"] = len(compiled.spec.units)
+    for unit in compiled.spec.units:
+        facts[f"unit {unit.name!r} (parameters, dtypes, mesh)"] = hashlib.sha256(repr(unit).encode()).hexdigest()[:12]
+    facts["plan digest"] = compiled.digest[:16]
+    return facts
+
+
+def agree(
+    same: Mapping[str, object],
+    own: _T,
+    group: ProcessGroup | None,
+    timeout: float,
+    what: str = "plans",
+) -> list[_T]:
+    """Compares what must be equal and tells what each rank has of its own.
+
+    Parameters
+    ----------
+    same : mapping of str to object
+        Must be equal on all ranks, as text: :func:`plan_facts`, capabilities, sizes.
+    own : object
+        What this rank exports: names, handles, addresses.
+    group : ProcessGroup or None
+        A gloo group of all ranks of the plan; see :func:`control_group`.
+    timeout : float
+        Seconds to wait for all ranks.
+    what : str
+        What is compared, for the message.
+
+    Returns
+    -------
+    list
+        ``own`` of every rank, in order of rank.
+
+    Raises
+    ------
+    PeerError
+        On every rank, if anything differs; the message says what, and on which ranks.
+    """
+    answers = exchange((dict(same), own), group, timeout, what)
+    if lines := differences([facts for facts, _ in answers]):
+        more = len(lines) - MOST_DIFFERENCES
+        shown = lines[:MOST_DIFFERENCES] + ([f"… and {more} more"] if more > 0 else [])
+        raise PeerError(
+            f"the ranks hold different {what}:\n  "
+            + "\n  ".join(shown)
+            + "\nEvery rank must compile the same model with the same options and the same versions."
+        )
+    return [value for _, value in answers]
+
+
+def settle(failure: str | None, group: ProcessGroup | None, timeout: float, kind: type[Exception]) -> None:
+    """Makes one rank's failure every rank's error, so that nobody goes on alone.
+
+    Parameters
+    ----------
+    failure : str or None
+        What went wrong on this rank.
+    group, timeout
+        As for :func:`exchange`.
+    kind : type
+        Error to raise.
+    """
+    answers = exchange(failure, group, timeout, "state after set-up")
+    raise_failures(answers, kind)
+
+
+def raise_failures(answers: Sequence[str | None], kind: type[Exception]) -> None:
+    """Raises ``kind`` if any rank told of a failure; the message has each with its ranks."""
+    holders: dict[str, list[int]] = {}
+    for rank, failure in enumerate(answers):
+        if failure is not None:
+            holders.setdefault(failure, []).append(rank)
+    if holders:
+        raise kind("; ".join(f"{ranks_text(ranks)}: {failure}" for failure, ranks in holders.items()))

@@ -1,0 +1,119 @@
+"""What every transport offers: an arena, and a way to run programs on it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tide.compiler.compile import Compiled
+from tide.compiler.steps import Buffer, Program
+from tide.torch_types import to_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a program's symbolic names mean for one call.
+
+    Attributes
+    ----------
+    unit : str
+        Unit name, for messages and for the slot.
+    slot : int
+        Slot that holds the unit's storage.
+    ranks : tuple of int
+        World rank of each position.
+    tensors : mapping of (Buffer, int) to Tensor
+        Dense tensors behind ``SHARD``, ``GRAD``, ``OUT`` and ``RUNNING`` of each parameter index.
+    scale, divisor : float
+        Applied, in that order, to the float32 sums of steps marked final.
+    """
+
+    unit: str
+    slot: int
+    ranks: tuple[int, ...]
+    tensors: Mapping[tuple[Buffer, int], torch.Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    divisor: float = 1.0
+
+
+class Ticket:
+    """A collective under way. On transports that have finished when ``run`` returns, waits do nothing."""
+
+    def wait(self) -> None:
+        """Orders what the caller's current stream does next after the whole collective."""
+
+    def wait_released(self) -> None:
+        """Orders what the caller's current stream does next after the last read of the gradients."""
+
+
+class Transport(ABC):
+    """Carries out the programs of one rank.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        The plan; all ranks must hold the same one.
+    rank : int
+        This rank.
+    """
+
+    #: Short name for reports.
+    name: str = "?"
+
+    def __init__(self, compiled: Compiled, rank: int) -> None:
+        self.compiled = compiled
+        self.rank = rank
+        self._storages: dict[tuple[str, int], torch.Tensor] = {}
+
+    @abstractmethod
+    def arena_tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D tensor over this rank's arena, with a storage object of exactly its own size."""
+
+    @abstractmethod
+    def run(self, program: Program, binding: Binding) -> Ticket:
+        """Carries out ``program``; collective over the unit's shard group.
+
+        Raises
+        ------
+        PeerError
+            If a peer does not answer within the deadline.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives all shared resources back. Idempotent."""
+
+    def storage(self, unit: str, index: int) -> torch.Tensor:
+        """Flat storage of a parameter: always the same tensor object, valid while the unit is whole."""
+        key = (unit, index)
+        if key not in self._storages:
+            self._storages[key] = self.alias(unit, index)
+        return self._storages[key]
+
+    def alias(self, unit: str, index: int) -> torch.Tensor:
+        """A new tensor over the memory of :meth:`storage`, with a storage object and a version counter of its own.
+
+        For an owner that re-points or takes apart what it is given, as FSDP2's parameters do.
+        """
+        layout, parameter = self.compiled.layouts[unit], self.compiled.spec.unit(unit).parameters[index]
+        dtype = to_torch(parameter.dtype)
+        offset = self.compiled.arena.slots[self.compiled.arena.slot_of[unit]].offset + layout.offsets[index]
+        return self.arena_tensor(offset, layout.nbytes[index] // dtype.itemsize, dtype)
+
+    def vacated(self, unit: str) -> None:  # noqa: B027 - most transports have nothing to note
+        """Called when the unit's slot has been given up.
+
+        What the caller's current stream was asked to do until now may still read the slot; whatever is asked for
+        later may not. A transport that works on streams of its own must not write to the slot before that.
+        """
+
+    def poison(self, unit: str) -> None:
+        """Fills a vacated unit's storage with NaN (bytes of ones for other types), once no peer reads it."""
+        raise NotImplementedError(f"{self.name}: poisoning of vacated slots")
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        """What was probed and chosen, as ``(capability, answer with reason)``."""
+        return ()
