@@ -1,0 +1,125 @@
+"""Memory against numbers derived by hand from the models' published shapes."""
+
+from __future__ import annotations
+
+import pytest
+from report_support import public, tiny
+
+from tide.compiler.compile import compile_spec
+from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
+from tide.compiler.options import PlanOptions
+from tide.report import memory
+from tide.topology import Topology
+
+# Llama-3.1-405B: width 16,384, inner 53,248, 8 key heads of 128, 126 blocks, vocabulary 128,256.
+LLAMA_BLOCK = 2 * 16384 * 16384 + 2 * 1024 * 16384 + 3 * 53248 * 16384 + 2 * 16384
+LLAMA_ROOT = 2 * 128256 * 16384 + 16384
+
+
+def test_llama_405b_on_64_ranks() -> None:
+    """Every first dim divides by 64, so there is no padding."""
+    assert LLAMA_BLOCK == 3_187_703_808
+    assert 126 * LLAMA_BLOCK + LLAMA_ROOT == 405_853_388_800
+    found = memory(public("Llama-3.1-405B", 8, 8), 0)
+    shards = 405_853_388_800 * 4 // 64
+    assert (found.row("shards").tide, found.row("shards").stock) == (shards, shards)
+    assert found.row("reduced gradients").stock == shards
+    # stock, backward of a block: root and block whole, the next block's float32 gradients on their way
+    assert found.stock_peak == "the backward of model.layers.124"
+    assert found.row("flat all-gather buffers").stock == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    assert found.row("unsharded parameters").stock == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    assert found.row("reduce-scatter input").stock == 4 * LLAMA_BLOCK
+    assert found.row("whole gradients").stock == 2 * LLAMA_BLOCK
+    # TIDE: the root's slot and two of a block's, each with a bundle of its two norms
+    assert found.row("slots").tide == 2 * LLAMA_ROOT + 2 * (2 * LLAMA_BLOCK + 2 * 32768)
+    assert found.row("whole gradients").tide == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    assert found.row("running sums").tide == 0
+    assert found.stock == 2 * shards + 4 * (LLAMA_ROOT + LLAMA_BLOCK) + 6 * LLAMA_BLOCK == 99_419_547_648
+
+
+def test_llama_405b_on_1024_ranks() -> None:
+    """Only the vocabulary does not divide: 126 rows a rank, 129,024 in all."""
+    root = 2 * 129024 * 16384 + 16384
+    found = memory(public("Llama-3.1-405B", 128, 8), 1023)
+    assert found.row("shards").stock == (126 * LLAMA_BLOCK + root) * 4 // 1024
+    assert found.row("unsharded parameters").stock == 2 * (root + LLAMA_BLOCK)
+    assert found.row("flat all-gather buffers").stock == 2 * (root + LLAMA_BLOCK)
+    assert found.row("reduce-scatter input").stock == 4 * LLAMA_BLOCK
+    # TIDE gathers no padding; the bundle now holds both norms and the two 1,024-row projections
+    bundle = 2 * (2 * 16384 + 2 * 1024 * 16384)
+    assert found.row("slots").tide == pytest.approx(2 * LLAMA_ROOT + 2 * (2 * LLAMA_BLOCK + bundle), abs=3 * 4096)
+    assert found.row("whole gradients").tide == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+
+
+# DeepSeek-V3: width 7,168, 256 experts of 2,048, 3 dense blocks of 18,432, vocabulary 129,280.
+def deepseek(round_up: int) -> tuple[int, int, int]:
+    """Elements of root, dense block and block of experts, first dims rounded up to a multiple."""
+
+    def up(rows: int) -> int:
+        return -(-rows // round_up) * round_up
+
+    attention = up(1536) * 7168 + up(1536) + up(24576) * 1536 + up(576) * 7168 + up(512) + up(32768) * 512
+    attention += up(7168) * 16384 + 2 * up(7168)
+    dense = attention + 2 * up(18432) * 7168 + up(7168) * 18432
+    experts = up(256) * 7168 + 3 * up(256) * 2048 * 7168 + 2 * up(2048) * 7168 + up(7168) * 2048
+    return 2 * up(129280) * 7168 + up(7168), dense, attention + experts
+
+
+@pytest.mark.parametrize(("nodes", "experts"), [(8, 11_507_286_016), (128, 45_342_540_800)])
+def test_deepseek_v3(nodes: int, experts: int) -> None:
+    """64 ranks divide everything; 1,024 ranks have one expert each, and three of four are padding."""
+    ranks = nodes * 8
+    root, dense, block = deepseek(ranks)
+    whole_root, _, whole_block = deepseek(1)
+    assert block == experts
+    found = memory(public("DeepSeek-V3", nodes, 8), 5)
+    assert found.row("shards").stock == (root + 3 * dense + 58 * block) * 4 // ranks
+    assert found.row("shards").tide == found.row("shards").stock
+    assert found.stock_peak == "the backward of model.layers.59"
+    assert found.row("flat all-gather buffers").stock == 2 * 2 * block
+    assert found.row("unsharded parameters").stock == 2 * (root + block)
+    assert found.row("reduce-scatter input").stock == 4 * block
+    assert found.row("whole gradients").stock == 2 * whole_block
+    assert found.row("whole gradients").tide == 2 * 2 * whole_block
+    slots = 2 * whole_root + 2 * 2 * deepseek(1)[1] + 2 * 2 * whole_block
+    assert slots < found.row("slots").tide < 1.01 * slots
+
+
+def test_the_arena_is_accounted_for_in_full() -> None:
+    compiled = public("Qwen3-30B-A3B", 2, 8)
+    found = memory(compiled, 0)
+    names = ("slots", "receive area", "partial and wire areas", "signals")
+    assert sum(found.row(name).tide for name in names) == compiled.arena.size
+    assert found.tide == sum(row.tide for row in found.rows)
+    assert found.stock == sum(row.stock for row in found.rows)
+
+
+def test_running_sums_where_the_output_is_not_float32() -> None:
+    compiled = tiny({"w": (1024, 64)}, gpus=4, parameter={"out_dtype": "bfloat16"})
+    found = memory(compiled, 1)
+    assert found.row("running sums").tide == 1024 * 64 * 4 // 4
+    assert found.row("unsharded parameters").stock + found.row("reduce-scatter input").stock == 1024 * 64 * 2
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    found = memory(tiny({"w": (1024, 64)}, gpus=4, parameter={"grad_dtype": None}), 0)
+    assert found.row("reduced gradients").tide == found.row("whole gradients").tide == 0
+    assert found.row("reduce-scatter input").stock == 0
+    assert found.row("shards").tide == 1024 * 64 * 4 // 4
+
+
+def test_groups_of_one_module_count_together_and_others_not() -> None:
+    """Two groups of one block on different meshes, and a unit of which rank 0 holds nothing."""
+    both, half = Mesh((tuple(range(4)),)), Mesh(((0, 1), (2, 3)))
+    far = Mesh(((2, 3),))
+    units = (
+        Unit("block", (Parameter("block.a", (64, 64)),), both, lives_with=0),
+        Unit("block.experts", (Parameter("block.e", (64, 128)),), half, lives_with=0),
+        Unit("elsewhere", (Parameter("elsewhere.x", (4096, 4096)),), far),
+    )
+    compiled = compile_spec(ModelSpec(units, "moe"), Topology(1, 4), PlanOptions())
+    found = memory(compiled, 0)
+    assert found.row("shards").tide == 64 * 64 * 4 // 4 + 64 * 128 * 4 // 2
+    assert found.row("unsharded parameters").stock + found.row("reduce-scatter input").stock == 4 * (64 * 64 + 64 * 128)
+    assert found.row("whole gradients").tide == 2 * (64 * 64 + 64 * 128)
+    assert memory(compiled, 3).row("shards").tide > 4096 * 4096

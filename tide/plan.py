@@ -1,0 +1,447 @@
+"""The plan that a user holds: compile it, read it, prove it, run it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tide.compiler.compile import FORMAT, Compiled, compile_spec, spec_from_dict, spec_to_dict
+from tide.compiler.options import PlanOptions
+from tide.compiler.read import read
+from tide.compiler.steps import Program
+from tide.compiler.verify import Proof, verify
+from tide.errors import CapabilityError, InputError
+from tide.topology import Links, Topology
+
+if TYPE_CHECKING:
+    import networkx as nx
+    import torch
+
+    from tide.compiler.model import Mesh, ModelSpec, Unit
+    from tide.session import Session
+
+
+def compile_plan(
+    model: Any,
+    *,
+    topology: Topology | None = None,
+    wrap: Any = None,
+    policy: Any = None,
+    shard_dim: Callable[[str, tuple[int, ...]], int] | None = None,
+    mesh: Mesh | None = None,
+    ignored_params: Collection[Any] = (),
+    reshard_after_forward: bool = True,
+    rank: int | None = None,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Compiles the addressing plan of a model.
+
+    Parameters
+    ----------
+    model : Module, mapping, str or Path
+        A ``fully_shard``-ed module (its real groups, meshes, placements and dtypes are used); a plain
+        module, also on the meta device; a mapping of names to shapes and dtypes; a JSON file of such a
+        mapping; a ``.safetensors`` file or index.
+    topology : Topology, optional
+        Needed for all but a ``fully_shard``-ed module, where the launcher's environment tells it.
+    wrap : optional
+        Which submodules are units; see :func:`tide.compiler.read.read`.
+    policy : optional
+        Element types of storage and reduction; see :func:`tide.compiler.read.read`.
+    shard_dim : callable, optional
+        ``(name, shape) -> dim`` for models that are not sharded yet; dim 0 by default.
+    mesh : Mesh, optional
+        Shard groups of a model that is not sharded yet; by default all ranks are one group.
+    ignored_params : collection, optional
+        Parameters or names to leave out, for models that are not sharded yet.
+    reshard_after_forward : bool
+        For models that are not sharded yet: whether units give their storage up after the forward pass.
+    rank : int, optional
+        The rank that holds this plan; the process group's, else ``$RANK``, else 0.
+    options : PlanOptions, optional
+        Slots, bundling, chunking.
+
+    Returns
+    -------
+    Plan
+        Verified in the cheap form; call :meth:`Plan.verify` for the full proof.
+
+    Raises
+    ------
+    InputError
+        If the model, its mesh or the topology cannot be planned for; nothing is changed.
+    """
+    spec = read(
+        model,
+        topology=topology,
+        mesh=mesh,
+        wrap=wrap,
+        policy=policy,
+        shard_dim=shard_dim,
+        ignored_params=ignored_params,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if topology is None:
+        topology = Topology.discover(_world_size(spec))
+    compiled = compile_spec(spec, topology, options)
+    if rank is None:
+        rank = _current_rank()
+    if not 0 <= rank < topology.world_size:
+        raise InputError(f"rank {rank} is outside {topology} with {topology.world_size} ranks")
+    verify(compiled, full=False)
+    return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None)
+
+
+def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
+    """Loads a plan that :meth:`Plan.to_json` wrote.
+
+    Parameters
+    ----------
+    source : str or Path
+        A file, or the JSON text itself.
+    rank : int, optional
+        The rank that holds the plan; by default the one it was written for.
+
+    Raises
+    ------
+    InputError
+        If the text is no plan, is of another format version, or does not compile to the digest it states.
+    """
+    text = str(source)
+    if not text.lstrip().startswith("{"):
+        path = Path(source)
+        if not path.is_file():
+            raise InputError(f"load_plan: no file {path}")
+        text = path.read_text()
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"load_plan: not JSON ({error}); pass a file that Plan.to_json wrote") from None
+    if not isinstance(data, dict) or "tide_plan" not in data:
+        raise InputError("load_plan: no 'tide_plan' field; pass a file that Plan.to_json wrote")
+    if data["tide_plan"] != FORMAT:
+        raise InputError(
+            f"load_plan: the file is of plan format {data['tide_plan']}, this version reads {FORMAT}; compile it again"
+        )
+    try:
+        topology = Topology(**{**data["topology"], "links": Links(**data["topology"]["links"])})
+        compiled = compile_spec(spec_from_dict(data["spec"]), topology, PlanOptions(**data["options"]))
+        stated, chosen = data["digest"], data["rank"] if rank is None else rank
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise InputError(f"load_plan: the file is damaged ({error!r}); write it again with Plan.to_json") from error
+    if compiled.digest != stated:
+        raise InputError(
+            f"load_plan: compiles to digest {compiled.digest[:12]}, the file states {str(stated)[:12]}; it was edited"
+        )
+    return Plan(compiled, chosen)
+
+
+class Plan:
+    """A compiled plan, held by one rank. Immutable; made by :func:`compile_plan` or :func:`load_plan`.
+
+    Attributes
+    ----------
+    compiled : Compiled
+        Layouts and programs of all ranks.
+    rank : int
+        The rank that holds it.
+    """
+
+    __slots__ = ("__weakref__", "_model", "_sessions", "compiled", "rank")
+
+    compiled: Compiled
+    rank: int
+    _model: Any
+    _sessions: dict[str, Session]
+
+    def __init__(self, compiled: Compiled, rank: int, model: Any = None) -> None:
+        for name, value in (("compiled", compiled), ("rank", rank), ("_model", model), ("_sessions", {})):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a plan is immutable; compile a new one instead of setting {name!r}")
+
+    # Reading it ----------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Units and parameters."""
+        return self.compiled.spec
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and nodes."""
+        return self.compiled.topology
+
+    @property
+    def options(self) -> PlanOptions:
+        """The choices made."""
+        return self.compiled.options
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The parameters that travel together."""
+        return self.spec.units
+
+    @property
+    def digest(self) -> str:
+        """Hash of the plan; equal on all ranks, or the first collective raises."""
+        return self.compiled.digest
+
+    def program(self, unit: str, collective: str = "all_gather", rank: int | None = None) -> Program:
+        """Steps of one rank (this one by default) for one collective of one unit."""
+        return self.compiled.program(unit, collective, self.rank if rank is None else rank)
+
+    def verify(self, *, ranks: Iterable[int] | None = None) -> Proof:
+        """Proves the plan in full; see :func:`tide.compiler.verify.verify`.
+
+        Raises
+        ------
+        PlanError
+            Naming parameter, rank and byte range of the first thing that does not hold.
+        """
+        return verify(self.compiled, ranks=ranks)
+
+    def graph(self, unit: str | None = None, parameter: str | None = None) -> nx.MultiDiGraph:
+        """Descriptor graph: shard nodes, storage nodes, an edge a descriptor.
+
+        Parameters
+        ----------
+        unit, parameter : str, optional
+            Restrict the graph; a whole large model has very many edges.
+        """
+        from tide.compiler.scatter import descriptor_graph
+
+        return descriptor_graph(self.compiled, unit=unit, parameter=parameter)
+
+    def report(self) -> Any:
+        """What the plan does, unit by unit: a :class:`tide.report.PlanReport`; ``print`` it."""
+        from tide.report import plan_report
+
+        return plan_report(self.compiled, self.rank)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as JSON text, also written to ``path`` if given. :func:`load_plan` reads it."""
+        links = self.topology.links
+        data = {
+            "tide_plan": FORMAT,
+            "digest": self.digest,
+            "rank": self.rank,
+            "topology": {
+                "nodes": self.topology.nodes,
+                "gpus_per_node": self.topology.gpus_per_node,
+                "links": {name: getattr(links, name) for name in links.__slots__},
+                "virtual": self.topology.virtual,
+            },
+            "options": self.options.to_dict(),
+            "spec": spec_to_dict(self.spec),
+        }
+        text = json.dumps(data, separators=(",", ":"))
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def __repr__(self) -> str:
+        parameters = sum(len(unit.parameters) for unit in self.units)
+        return (
+            f"<tide.Plan {self.spec.source or 'model'}: {len(self.units)} units, {parameters} parameters, "
+            f"{_gib(sum(unit.nbytes for unit in self.units))}; {self.topology}, rank {self.rank}; "
+            f"arena {_gib(self.compiled.arena.size)}; {self.digest[:12]}>"
+        )
+
+    def _repr_html_(self) -> str:
+        html: str = self.report()._repr_html_()
+        return html
+
+    # Running it ----------------------------------------------------------------------------------
+
+    def all_gather(
+        self, unit: str | None = None, *, shards: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Makes parameters whole, each in its own storage. Collective over all ranks.
+
+        Parameters
+        ----------
+        unit : str, optional
+            One unit; all units by default. With shared slots (``options.slots``) the whole model is gathered into an
+            arena of its own, since it does not fit the slots.
+        shards : mapping of str to Tensor, optional
+            This rank's shard of each parameter; by default those of the model that the plan was compiled from.
+
+        Returns
+        -------
+        dict of str to Tensor
+            Views of the arena, of the parameter's shape and storage dtype. A unit's views hold until
+            :meth:`release`, and after the next :meth:`all_gather` of the unit they show its new values.
+
+        Raises
+        ------
+        SlotError
+            If another unit that was not released holds the slot.
+        InputError, CapabilityError, PeerError
+            For missing or wrong shards, no process group, a peer that does not answer.
+        """
+        session = self._session(whole=unit is None)
+        units = self.units if unit is None else (self.spec.unit(unit),)
+        held = [found for found in units if found.mesh.locate(self.rank) is not None]
+        given = self._shards(shards)
+        for found in held:
+            if missing := [p.name for p in found.parameters if p.name not in given]:
+                raise InputError(f"all_gather: no shard for {', '.join(missing[:4])} of unit {found.name!r}")
+        out: dict[str, torch.Tensor] = {}
+        for found in held:
+            session.all_gather(found.name, [given[p.name] for p in found.parameters]).wait()
+            out.update(session.whole(found.name))
+        for found in held:
+            for parameter in found.parameters:
+                out.update({alias: out[parameter.name] for alias in parameter.aliases})
+        return out
+
+    def release(self, unit: str | None = None) -> None:
+        """Gives the slot of a unit (of all units) back; views that :meth:`all_gather` returned end here."""
+        for session in self._sessions.values():
+            for found in self.units if unit is None else (self.spec.unit(unit),):
+                session.release(found.name)
+
+    def reduce_scatter(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        unit: str | None = None,
+        *,
+        divide: float | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Sums whole gradients over the shard group; each rank gets the shards it owns. Collective.
+
+        The order of summation is fixed by the plan, in float32: rank by rank within a node, then node by node.
+
+        Parameters
+        ----------
+        grads : mapping of str to Tensor
+            Whole gradients by parameter name, of the plan's ``grad_dtype``, contiguous or not.
+        unit : str, optional
+            One unit; by default all units, for which every trainable parameter must have a gradient.
+        divide : float, optional
+            The float32 sum is divided by it; by default by the number of shards, which gives the mean.
+
+        Returns
+        -------
+        dict of str to Tensor
+            New tensors of ``out_dtype``, shaped like this rank's shards.
+        """
+        units = self.units if unit is None else (self.spec.unit(unit),)
+        held = [found for found in units if found.mesh.locate(self.rank) is not None]
+        known = {p.name: p for found in held for p in found.parameters}
+        for name, grad in grads.items():
+            if name not in known:
+                raise InputError(f"reduce_scatter: no parameter {name!r} in the units to reduce")
+            if tuple(grad.shape) != known[name].shape:
+                raise InputError(
+                    f"reduce_scatter: gradient of {name} has shape {tuple(grad.shape)}, "
+                    f"but the parameter has {known[name].shape}"
+                )
+        for found in held:
+            if missing := [p.name for p in found.parameters if p.trainable and p.name not in grads]:
+                raise InputError(
+                    f"reduce_scatter: no gradient for {', '.join(missing[:4])} of unit {found.name!r}; pass zeros "
+                    "for parameters that were not used"
+                )
+        session = self._session()
+        out: dict[str, torch.Tensor] = {}
+        for found in held:
+            trainable = [i for i, p in enumerate(found.parameters) if p.trainable]
+            if not trainable:
+                continue
+            chosen = {i: grads[found.parameters[i].name] for i in trainable}
+            outs = session.new_outs(found.name, trainable, chosen[trainable[0]].device)
+            divisor = float(found.mesh.size if divide is None else divide)
+            session.reduce_scatter(found.name, chosen, outs, divisor=divisor).wait()
+            out.update({found.parameters[i].name: outs[i] for i in trainable})
+        return out
+
+    def open(self, transport: str = "auto", **settings: Any) -> Session:
+        """Opens the plan's session on a transport; :meth:`all_gather` does it by itself when first called.
+
+        Parameters
+        ----------
+        transport : str
+            ``"host"`` (processes of one machine, CPU tensors), ``"cuda"`` (GPUs of one node), or ``"auto"``:
+            ``"cuda"`` if the process group's device or the model is on a GPU.
+        **settings
+            Passed to the transport, such as ``timeout`` in seconds.
+        """
+        return self._open("slots", self.compiled, transport, settings)
+
+    def close(self) -> None:
+        """Frees the arena and everything shared with the peers. Collective; idempotent."""
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open(self, key: str, compiled: Compiled, transport: str, settings: dict[str, Any]) -> Session:
+        if key not in self._sessions:
+            from tide.session import Session
+            from tide.transport import open_transport
+
+            if transport == "auto":
+                transport = "cuda" if self._on_gpu() else "host"
+            self._sessions[key] = Session(compiled, open_transport(transport, compiled, self.rank, **settings))
+        return self._sessions[key]
+
+    def _session(self, whole: bool = False) -> Session:
+        shared = any(len(slot.units) > 1 for slot in self.compiled.arena.slots)
+        if not (whole and shared):
+            return self.open()
+        own_slots = PlanOptions(**{**self.options.to_dict(), "slots": None})  # type: ignore[arg-type]
+        return self._open("whole", compile_spec(self.spec, self.topology, own_slots), "auto", {})
+
+    def _on_gpu(self) -> bool:
+        if self._model is not None:
+            parameter = next(iter(self._model.parameters()), None)
+            return parameter is not None and parameter.device.type == "cuda"
+        import torch
+
+        return torch.cuda.is_available()
+
+    def _shards(self, given: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
+        if given is not None:
+            return given
+        if self._model is None:
+            raise InputError(
+                "all_gather: the plan was not compiled from a sharded model, so pass shards={name: local shard}"
+            )
+        from tide.fsdp.introspect import local_shards
+
+        shards: Mapping[str, torch.Tensor] = local_shards(self._model)
+        if not shards:
+            raise CapabilityError(
+                "all_gather: the model is not sharded; call fully_shard on it before compile_plan, or pass "
+                "shards={name: local shard}"
+            )
+        return shards
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _world_size(spec: ModelSpec) -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else spec.world_size
+
+
+def _current_rank() -> int:
+    import sys
+
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return int(os.environ.get("RANK", "0"))
