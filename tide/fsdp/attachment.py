@@ -1,0 +1,333 @@
+"""``tide.attach`` and ``tide.detach``: FSDP2 trains on TIDE's collectives, and on its own again."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tide.compiler.compile import Compiled, compile_spec
+from tide.compiler.model import ModelSpec
+from tide.compiler.options import PlanOptions
+from tide.compiler.verify import verify
+from tide.errors import AttachError
+from tide.fsdp import introspect, seam, versions
+from tide.fsdp.configuration import Reading, Sticky, fingerprint, read_groups, slots_for
+from tide.fsdp.unit import AttachedUnit
+from tide.plan import Plan
+from tide.session import Session
+from tide.topology import Topology
+from tide.transport import open_transport
+from tide.transport.base import Transport
+
+logger = logging.getLogger("tide")
+
+#: Opens a transport for a plan on this rank; collective.
+TransportFactory = Callable[[Compiled, int], Transport]
+
+#: Attribute of an ``FSDPState`` that leads to the attachment; detach finds it there.
+_ATTACHMENT = "_tide_attachment"
+
+
+def attach(
+    model: torch.nn.Module,
+    *,
+    transport: str | TransportFactory = "auto",
+    strict: bool = False,
+    debug: bool = False,
+    slots: int | None = None,
+    topology: Topology | None = None,
+    options: PlanOptions | None = None,
+) -> Attachment:
+    """Lets FSDP2 train ``model`` on TIDE's collectives. Collective over all ranks.
+
+    Call it at any time after ``fully_shard``, between steps; nothing else in the training loop changes.
+    Parameters, optimizer state, ``state_dict`` and checkpoints stay as they are.
+
+    Parameters
+    ----------
+    model : Module
+        ``fully_shard``-ed, it or modules inside of it.
+    transport : {"auto", "host", "cuda"} or callable
+        What moves the bytes; auto takes the one for the model's device. A callable gets the compiled plan and
+        the rank, and returns an open transport.
+    strict : bool
+        Raise where a group would be left to stock FSDP2, instead of saying so in the log and the report.
+    debug : bool
+        Fill a vacated slot with NaN, so that what is still read from it shows. (Where torch can withhold the
+        memory, from 2.12 on, using parameters that are resharded is an error anyway, as with stock FSDP2.)
+    slots : int, optional
+        Slots that units of one kind share; by default what the model's prefetching fills, two at least.
+    topology : Topology, optional
+        Where the ranks are; by default as the launcher says.
+    options : PlanOptions, optional
+        Other choices of the plan; its ``slots`` counts where the argument is left out.
+
+    Raises
+    ------
+    AttachError
+        If nothing of the model is sharded, it is attached already, a step is under way, or, with ``strict``, a
+        group has to run stock.
+    CapabilityError
+        If this torch or this machine lacks what is needed. The model is as it was then.
+    PeerError
+        If the ranks hold different models.
+    """
+    if not introspect.has_fsdp(model):
+        raise AttachError(
+            f"{type(model).__name__}: neither it nor a module inside of it is fully_shard-ed; call fully_shard first"
+        )
+    options = options or PlanOptions()
+    if slots is not None:
+        options = replace(options, slots=slots)
+    versions.check()
+    versions.check_copy_in()
+    for wrapped in introspect.wrapped_modules(model):
+        if getattr(wrapped.state, _ATTACHMENT, None) is not None:
+            raise AttachError(
+                f"{introspect.class_name(model)}: {wrapped.name or 'the model'!r} is attached already; "
+                "call tide.detach(model) first"
+            )
+        if introspect.is_busy(wrapped.state):
+            raise AttachError(
+                f"{introspect.class_name(model)}: a forward or backward pass is under way; attach between steps "
+                "(after an exception in a step, reset_iter_state() of torch 2.13 and later ends it)"
+            )
+    return Attachment(model, transport, strict, debug, topology, options)
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Gives ``model`` back to stock FSDP2. Collective over all ranks; does nothing if it is not attached.
+
+    Raises
+    ------
+    AttachError
+        If a step is under way.
+    """
+    for wrapped in introspect.wrapped_modules(model):
+        found: Attachment | None = getattr(wrapped.state, _ATTACHMENT, None)
+        if found is not None:
+            found.detach()
+
+
+class Attachment:
+    """A model that trains on TIDE's collectives; made by :func:`attach`.
+
+    Attributes
+    ----------
+    compiled : Compiled or None
+        The plan in use; None if every group runs stock.
+    slots : int
+        Slots that units of one kind share.
+    strict, debug : bool
+        As given.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        transport: str | TransportFactory,
+        strict: bool,
+        debug: bool,
+        topology: Topology | None,
+        options: PlanOptions,
+    ) -> None:
+        self.strict, self.debug = strict, debug
+        self.slots = options.slots or 0
+        self.compiled: Compiled | None = None
+        self._model = model
+        self._transport, self._fixed_slots = transport, options.slots
+        self._topology, self._options = topology, options
+        self._sticky = Sticky()
+        self._readings: list[Reading] = []
+        self._units: dict[str, AttachedUnit] = {}
+        self._session: Session | None = None
+        self._fingerprint: tuple[object, ...] = ()
+        self._said: set[str] = set()
+        self.bindings = 0
+        #: Forward passes of a root that have begun; what was gathered in one is not taken for another's.
+        self.steps = 0
+        self._bind()
+        seam.install()
+        self._uninstall = weakref.finalize(self, seam.uninstall)
+        self._watch()
+
+    # What a user asks --------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model still trains on TIDE's collectives."""
+        return self._uninstall.alive
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, to report, draw and prove; None if every group runs stock."""
+        return None if self.compiled is None else Plan(self.compiled, dist.get_rank(), self._model)
+
+    def unit(self, name: str) -> AttachedUnit:
+        """The attached group of that name."""
+        return self._units[name]
+
+    def detach(self) -> None:
+        """Gives the model back to stock FSDP2; see :func:`detach`. Idempotent."""
+        if not self.attached:
+            return
+        if any(introspect.is_busy(reading.wrapped.state) for reading in self._readings):
+            raise AttachError("a forward or backward pass is under way; detach between steps")
+        for unit in self._units.values():
+            unit.check_movable()
+        self._unwatch()
+        self._unbind()
+        self._uninstall()
+
+    def report(self) -> str:
+        """What runs on TIDE, what runs stock and why, and what has been done so far."""
+        served = [reading for reading in self._readings if reading.name in self._units]
+        lines = [f"{introspect.class_name(self._model)}: {len(served)} of {len(self._readings)} groups on TIDE"]
+        if self._session is not None and self.compiled is not None:
+            arena = self.compiled.arena
+            lines[0] += (
+                f", {versions.torch_name()}, transport {self._session.transport.name}, "
+                f"{len(arena.slots)} slots, arena {arena.size / 2**20:.1f} MiB a rank, plan {self.compiled.digest[:12]}"
+            )
+        for reading in self._readings:
+            name = reading.name or "root"
+            if reading.reason is not None:
+                lines.append(f"  {name}: stock FSDP2, since: {reading.reason}")
+            elif self.compiled is not None and (unit := self._units.get(reading.name)):
+                slot = self.compiled.arena.slot_of[reading.name]
+                own = ", its own" if reading.unit is not None and reading.unit.stays_whole else ""
+                lines.append(f"  {name}: slot {slot}{own}, {len(unit.params)} parameters; {unit.counts}{unit.remark}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        state = f"{len(self._units)} of {len(self._readings)} groups" if self.attached else "detached"
+        return f"<tide.Attachment {introspect.class_name(self._model)}: {state}>"
+
+    def say_once(self, message: str) -> None:
+        """Logs a message the first time it comes, on one rank, as all come to the same."""
+        if message not in self._said:
+            self._said.add(message)
+            if dist.get_rank() == 0:
+                logger.warning(message)
+
+    def learn(self, clash: str, unit: AttachedUnit, holder: AttachedUnit) -> None:
+        """Takes note of two units that were whole at once in one slot, so that the next step has room for both."""
+        likes = [other for other in self._units.values() if other.whole and other.like(unit)]
+        needed = max(self.slots, len(likes)) + 1
+        if self._fixed_slots or not introspect.is_in_pass(unit.group):  # unsharded by hand: may be once only
+            remedy = f"tide.attach(model, slots={needed}) avoids it"
+        elif holder.ends_late:
+            self._sticky.kept.add(holder.name)
+            self._fingerprint = ()
+            remedy = f"From the next step on {holder.name!r} has storage of its own"
+        else:
+            self._sticky.more = max(self._sticky.more, needed - slots_for(self._readings))
+            self._fingerprint = ()
+            remedy = "From the next step on there are more slots"
+        self.say_once(f"{clash}: FSDP2 gathers it into memory of its own. {remedy}")
+
+    # Binding -----------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Reads the model, compiles, opens the transport and lays the parameters on its storage."""
+        readings = read_groups(self._model, self._sticky)
+        if left := [reading for reading in readings if reading.reason is not None]:
+            first = f"{left[0].name or 'root'!r}, since: {left[0].reason}"
+            if self.strict:
+                raise AttachError(f"a group has to run stock FSDP2: {first} (strict=True)")
+            more = f"; {len(left) - 1} more, see attachment.report()" if len(left) > 1 else ""
+            self.say_once(f"{len(left)} of {len(readings)} groups run stock FSDP2: {first}{more}")
+        compiled = self._compile(readings)
+        if compiled is None or self.compiled is None or compiled.digest != self.compiled.digest:
+            units = {r.name: AttachedUnit(r.name, r.group, self) for r in readings if r.unit is not None}
+            for unit in (*self._units.values(), *units.values()):
+                unit.check_movable()
+            self._unbind()
+            if compiled is not None:
+                self._open(compiled, units)
+        self._readings, self._fingerprint = readings, fingerprint(readings)
+
+    def _compile(self, readings: list[Reading]) -> Compiled | None:
+        units = tuple(reading.unit for reading in readings if reading.unit is not None)
+        if not units:
+            return None
+        self.slots = self._fixed_slots or slots_for(readings) + self._sticky.more
+        padded = any(r.unit is not None and introspect.reshards_smaller(r.group) for r in readings)
+        options = replace(self._options, slots=self.slots, padded_storage=self._options.padded_storage or padded)
+        skipped = tuple((name, r.reason) for r in readings if r.reason is not None for name in r.parameters)
+        spec = ModelSpec(units, source=f"fully_shard-ed {introspect.class_name(self._model)}", skipped=skipped)
+        compiled = compile_spec(spec, self._topology or Topology.discover(dist.get_world_size()), options)
+        verify(compiled, full=False)
+        return compiled
+
+    def _open(self, compiled: Compiled, units: dict[str, AttachedUnit]) -> None:
+        device = next(iter(units.values())).group.device
+        rank = dist.get_rank()
+        if callable(self._transport):
+            transport = self._transport(compiled, rank)
+        else:
+            name = {"cpu": "host"}.get(device.type, device.type) if self._transport == "auto" else self._transport
+            transport = open_transport(name, compiled, rank)
+        self.compiled, self._session = compiled, Session(compiled, transport, poison=self.debug)
+        self._units = units
+        self.bindings += 1
+        try:
+            for unit in self._units.values():
+                unit.reshard()
+                unit.bind(self._session)
+        except BaseException:
+            self._unbind()
+            raise
+
+    def _unbind(self) -> None:
+        for unit in self._units.values():
+            unit.reshard()
+            unit.unbind()
+        devices = {unit.group.device.type for unit in self._units.values()}
+        session, self._session, self.compiled, self._units = self._session, None, None, {}
+        if session is None:
+            return
+        if devices - {"cpu"}:
+            # Peers' copies from this rank's memory are on their devices' streams, of which this one knows nothing.
+            torch.accelerator.synchronize()
+            dist.barrier()
+        session.close()
+
+    # Watching for changes ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Has every state ask, before a forward pass, whether the plan still fits the model."""
+        this = weakref.ref(self)
+        for wrapped in introspect.wrapped_modules(self._model):
+            setattr(wrapped.state, _ATTACHMENT, self)
+            wrapped.state._root_pre_forward = _watching(wrapped.state, this)
+
+    def _unwatch(self) -> None:
+        for wrapped in introspect.wrapped_modules(self._model):
+            wrapped.state.__dict__.pop("_root_pre_forward", None)
+            wrapped.state.__dict__.pop(_ATTACHMENT, None)
+
+    def _refresh(self) -> None:
+        """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
+        self.steps += 1
+        if fingerprint(self._readings) != self._fingerprint:
+            self._bind()
+
+
+def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
+    stock = state._root_pre_forward
+
+    def root_pre_forward(*args: Any, **kwargs: Any) -> Any:
+        state._lazy_init()  # which settles who is the root and what the parameters' types are
+        found = attachment()
+        if found is not None and state._state_ctx.iter_forward_root is None:
+            found._refresh()
+        return stock(*args, **kwargs)
+
+    return root_pre_forward

@@ -1,0 +1,391 @@
+"""One attached parameter group: FSDP2's group on one side, its unit of the plan on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from tide.compiler.shard import padded_numel, shard
+from tide.errors import AttachError, SlotError
+from tide.fsdp import introspect, versions
+from tide.fsdp.seam import UNIT, Delivered
+from tide.fsdp.storage import ParamStorage
+from tide.fsdp.virtual import FlatGradients, WholeGradient
+
+if TYPE_CHECKING:
+    from tide.fsdp.attachment import Attachment
+    from tide.session import Session
+    from tide.transport.base import Ticket
+
+
+#: Method of a group that registers for the end of its backward pass.
+_REGISTER = "_register_post_backward_hook"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a unit has done since it was attached.
+
+    Attributes
+    ----------
+    gathered, reduced : int
+        Collectives that TIDE carried out.
+    kept : int
+        All-gathers for backward that were not needed: the forward's result still stood in the slot.
+    declined : int
+        Prefetches put off because the slot was still held; FSDP2 asks again when it needs the unit.
+    evicted : int
+        Prefetches of this unit that nobody had used when another unit needed the slot.
+    regathered : int
+        Stock all-gathers over the smaller mesh of ``reshard_after_forward=int``, into the slot.
+    aside : int
+        Stock all-gathers into memory of their own, because another whole unit held the slot.
+    """
+
+    gathered: int = 0
+    kept: int = 0
+    reduced: int = 0
+    declined: int = 0
+    evicted: int = 0
+    regathered: int = 0
+    aside: int = 0
+
+    def __str__(self) -> str:
+        shown = [f"{name} {value}" for f in fields(self) if (value := getattr(self, name := f.name))]
+        return ", ".join(shown) or "idle"
+
+
+class TideReduceScatter(ReduceScatter):
+    """Reduce-scatter of a unit, as FSDP2 calls it: with a flat input that has no memory."""
+
+    def __init__(self, unit: AttachedUnit) -> None:
+        self.unit = unit
+        self._pending: FlatGradients | None = None
+
+    def reset(self) -> None:
+        """Forgets a reduction that an exception has cut short."""
+        self._pending = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input of the next reduction, then its output."""
+        numel = int(size[0])
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.numel() == numel * self.unit.owners:
+            return self.unit.new_output(numel, pending, dtype, device)
+        self._pending = FlatGradients((numel,), dtype, device)
+        return self._pending
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sums the captured gradients into the output."""
+        assert isinstance(input_tensor, FlatGradients)
+        self.unit.reduce_scatter(output_tensor, input_tensor, op)
+
+
+class AttachedUnit:
+    """A parameter group whose collectives TIDE carries out.
+
+    Parameters
+    ----------
+    name : str
+        Of the unit in the plan.
+    group : FSDPParamGroup
+        FSDP2's side.
+    attachment : Attachment
+        Knows the other units, one of which may hold this one's slot.
+    """
+
+    def __init__(self, name: str, group: Any, attachment: Attachment) -> None:
+        self.name, self.group, self.attachment = name, group, attachment
+        self.params: list[Any] = list(group.fsdp_params)
+        self.counts = Counts()
+        self.owners = int(group.mesh_info.shard_mesh_size)
+        self._indices = {id(param): index for index, param in enumerate(self.params)}
+        self._storages = [ParamStorage(param, group) for param in self.params]
+        self._stock_comm: Any = None
+        self._comm = TideReduceScatter(self)
+        self._session: Session | None = None
+        self._reserved: list[int] = []
+        self._padding: list[int] = []
+        self._ticket: Ticket | None = None
+        self._claim: Ticket | None = None
+        self._aside = False
+        #: The forward pass's all-gather, and what it was made of: the step and the versions of the shards.
+        self._forward: tuple[Ticket, tuple[int, ...]] | None = None
+        #: Its inputs needed no gradient, so FSDP2 reshards it only at the very end of a backward pass.
+        self.ends_late = False
+        self._given: list[tuple[int, torch.Tensor]] = []
+        self._released: Any = None
+
+    # Binding -----------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """What carries the plan out."""
+        assert self._session is not None, "the unit is not bound"
+        return self._session
+
+    def check_movable(self) -> None:
+        """Refuses, where the whole parameters cannot be laid elsewhere at the moment."""
+        for storage in self._storages:
+            storage.check_movable()
+
+    def bind(self, session: Session) -> None:
+        """Lays the whole parameters on the plan's storage; the group must be resharded."""
+        self._session = session
+        _, position = session.compiled.group(self.name, session.rank)
+        parameters = session.compiled.spec.unit(self.name).parameters
+        # Elements that FSDP2 reserves for this rank's shard of each gradient, and how many of them are padding.
+        self._reserved = [padded_numel(parameter, self.owners) // self.owners for parameter in parameters]
+        self._padding = [
+            reserved - int(shard(parameter, self.owners).numel[position])
+            for reserved, parameter in zip(self._reserved, parameters, strict=True)
+        ]
+        last = len(self._storages) - 1
+        for index, storage in enumerate(self._storages):
+            memory = session.transport.alias(self.name, index)
+            storage.point(memory, self.vacate if index == last else None)
+            storage.withhold()
+            setattr(storage.param, UNIT, self)
+        self._stock_comm = self.group._reduce_scatter_comm
+        if versions.own_comm(self._stock_comm):
+            self.group._reduce_scatter_comm = self._comm
+        if hasattr(self.group, _REGISTER):
+            setattr(self.group, _REGISTER, self._noting_inputs(getattr(self.group, _REGISTER)))
+
+    def unbind(self) -> None:
+        """Gives the group back to FSDP2; it must be resharded."""
+        if self._session is None:
+            return
+        for storage in self._storages:
+            storage.unpoint()
+            storage.param.__dict__.pop(UNIT, None)
+        if self.group._reduce_scatter_comm is self._comm:  # else the user has set one since
+            self.group._reduce_scatter_comm = self._stock_comm
+        self.group.__dict__.pop(_REGISTER, None)
+        self._session = self._ticket = self._claim = self._forward = None
+
+    def _noting_inputs(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """FSDP2's registration for the end of backward, which happens on inputs that need a gradient."""
+
+        def register(args: Any, kwargs: Any) -> Any:
+            found = stock(args, kwargs)
+            if torch.is_grad_enabled():
+                self.ends_late = found[0] is args and found[1] is kwargs
+            return found
+
+        return register
+
+    def reshard(self) -> None:
+        """Reshards the group, whatever it was gathered for."""
+        if self.pending and self._session is not None:
+            self.abandon()
+        self.group.wait_for_unshard()  # one that FSDP2 gathers itself
+        self.group._to_sharded()
+        if self._session is not None and self._session.occupant(self.name) == self.name:
+            self.vacate()
+
+    @property
+    def remark(self) -> str:
+        """What of the unit's collectives is not TIDE's, for the report."""
+        comm = self.group._reduce_scatter_comm
+        return "" if comm is self._comm else f"; gradients by the user's {type(comm).__name__}"
+
+    # All-gather --------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        """Whether the modules now see the whole parameters."""
+        return introspect.is_whole(self.group)
+
+    def like(self, other: AttachedUnit) -> bool:
+        """Whether both take turns in the same kind of slot."""
+        mine, theirs = (unit.session.compiled.spec.unit(unit.name) for unit in (self, other))
+        return not mine.stays_whole and (mine.mesh, mine.depth) == (theirs.mesh, theirs.depth)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an all-gather was issued that no forward or backward has taken up."""
+        return introspect.is_pending(self.group)
+
+    def all_gather(self, stock: Callable[[], Any], copy_in: Any, stream: Any, *, prefetch: bool) -> Any:
+        """FSDP2's ``foreach_all_gather`` for this unit.
+
+        Parameters
+        ----------
+        stock : callable
+            What FSDP2 would do itself.
+        copy_in, stream : Stream
+            Where it would copy its inputs, and gather.
+        prefetch : bool
+            Whether the parameters are wanted later rather than now.
+
+        Returns
+        -------
+        AllGatherResult or None
+            None declines a prefetch: FSDP2 asks again when it needs the parameters.
+        """
+        holder = self._holder(prefetch)
+        if holder is not None and prefetch:
+            self.counts.declined += 1
+            return None
+        for storage in self._storages:
+            storage.grant()
+        if holder is not None:
+            self._go_aside(holder)
+            return stock()
+        if introspect.is_resharded_smaller(self.group):
+            # Its input is cut from the whole storage, not the shards that the plan knows: FSDP2 gathers it.
+            with self._on(stream):
+                self._claim = self.session.claim(self.name)
+            self.counts.regathered += 1
+            return stock()
+        shards = [param._sharded_param_data for param in self.params]
+        made_of = self._made_of(shards)
+        if (kept := self._kept(made_of)) is not None:
+            self._ticket = kept
+            self.counts.kept += 1
+            return versions.delivered(Delivered(kept, shards))
+        if self.params[0].offload_to_cpu and self.group.device.type != "cpu":
+            with self._on(copy_in):
+                shards = [tensor.to(self.group.device, non_blocking=True) for tensor in shards]
+            stream.wait_stream(copy_in)
+        with self._on(stream):
+            self._ticket = self.session.all_gather(self.name, shards)
+        self._forward = (self._ticket, made_of) if introspect.is_in_forward(self.group) else None
+        self.counts.gathered += 1
+        return versions.delivered(Delivered(self._ticket, shards))
+
+    def _made_of(self, shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Tells whether two all-gathers would deliver the same: every change of a tensor in place has a number."""
+        return (self.attachment.steps, *(-1 if shard.is_inference() else shard._version for shard in shards))
+
+    def _kept(self, made_of: tuple[int, ...]) -> Ticket | None:
+        """The forward pass's all-gather, if backward finds its result still in the slot.
+
+        The last units of a forward pass are the first of the backward pass, and nothing has taken their slots.
+        """
+        if self._forward is None or not introspect.is_in_backward(self.group) or self._forward[1] != made_of:
+            return None
+        return self._forward[0] if self.session.resume(self.name) else None
+
+    def copy_out(self, stock: Callable[[], None]) -> None:
+        """FSDP2's copy-out after an all-gather of its own for this unit."""
+        if self._claim is not None:
+            self._claim.wait()
+            self._claim = None
+        stock()
+
+    def vacate(self) -> None:
+        """The parameters have been resharded; what is still enqueued may read them, nothing later."""
+        if self._aside:
+            self._aside = False
+            for storage in self._storages:
+                storage.home()
+        elif self.session.occupant(self.name) == self.name:
+            self.session.release(self.name)
+        self._ticket = None
+        for storage in self._storages:
+            storage.withhold()
+
+    def abandon(self) -> None:
+        """Gives up an all-gather that nobody has taken up."""
+        if self._ticket is not None:
+            self._ticket.wait()
+        self.group._all_gather_result = None
+        self.vacate()
+        self.counts.evicted += 1
+
+    def _holder(self, prefetch: bool) -> AttachedUnit | None:
+        """The unit that keeps this one from its slot.
+
+        One that was gathered and not used gives way, but not to another that may not be used either.
+        """
+        name = self.session.occupant(self.name)
+        if name is None or name == self.name:
+            return None
+        holder = self.attachment.unit(name)
+        if holder.whole or (holder.pending and prefetch):
+            return holder
+        holder.abandon()
+        return None
+
+    def _go_aside(self, holder: AttachedUnit) -> None:
+        """Lets FSDP2 gather into memory of its own, since the slot holds a unit that is in use."""
+        slot = self.session.compiled.arena.slot_of[self.name]
+        clash = f"unit {self.name!r} is needed while unit {holder.name!r} is whole in the same slot {slot}"
+        if self.attachment.strict or not versions.can_swap():
+            raise SlotError(
+                f"{clash}; tide.attach(model, slots={self.attachment.slots + 1}) or more lets both be whole at once"
+            )
+        self.attachment.learn(clash, self, holder)
+        for storage in self._storages:
+            storage.leave()
+        self._aside = True
+        self.counts.aside += 1
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.group.device_handle.stream(stream)
+        return context
+
+    # Reduce-scatter ----------------------------------------------------------------------------
+
+    def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor]) -> Any:
+        """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own."""
+        if self.group._reduce_scatter_comm is not self._comm:
+            return stock()
+        self._comm.reset()
+        self._given = [(self._indices[id(param)], grad) for param, grad in zip(params, grads, strict=True)]
+        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if introspect.shard_dim(param) != 0:
+                grads[position] = WholeGradient(grad)
+        try:
+            result = stock()
+        finally:
+            self._given = []
+            released, self._released = self._released, None
+        return result if released is None else versions.with_inputs_event(result, released)
+
+    def new_output(self, numel: int, flat: FlatGradients, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Flat output of a reduction: zero where FSDP2 pads, since its hooks and all-reduces see it."""
+        padded = any(self._padding[index] for index, _ in self._in_order(flat))
+        make = torch.zeros if padded else torch.empty
+        return make(numel, dtype=dtype, device=device)
+
+    def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
+        """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
+        grads, outs, offset = {}, {}, 0
+        for index, grad in self._in_order(flat):
+            reserved = self._reserved[index]
+            # Copies, where they are needed, are made here: they are kept as long as the gradients are.
+            if grad.itemsize > output.itemsize:
+                grad = grad.to(output.dtype)
+            grads[index] = grad if grad.is_contiguous() else grad.contiguous()
+            outs[index] = output[offset : offset + reserved]
+            offset += reserved
+        if offset != output.numel():
+            raise AttachError(
+                f"unit {self.name!r}: FSDP2 wants {output.numel()} elements of reduced gradients, the plan has "
+                f"{offset}; call tide.detach(model) and report it"
+            )
+        flat.record.kept = grads
+        scale, divisor = versions.scale_of(op, self.owners, self.group.gradient_divide_factor)
+        ticket = self.session.reduce_scatter(self.name, grads, outs, scale / flat.record.divided, divisor)
+        if output.device.type != "cpu":
+            # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
+            stream = self.group.device_handle.current_stream()
+            ticket.wait_released()
+            self._released = stream.record_event()
+        ticket.wait()
+        self.counts.reduced += 1
+
+    def _in_order(self, flat: FlatGradients) -> list[tuple[int, torch.Tensor]]:
+        """Parameter index and gradient, in the order in which FSDP2 laid them out."""
+        indices = {id(grad): index for index, grad in self._given}
+        return [(indices[id(grad)], grad) for grad in flat.record.grads]
