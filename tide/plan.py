@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tide.compiler.model import Mesh, ModelSpec, Unit
     from tide.session import Session
+    from tide.transport.simulated import Operation, Result
 
 
 def compile_plan(
@@ -204,6 +205,54 @@ class Plan:
             Naming parameter, rank and byte range of the first thing that does not hold.
         """
         return verify(self.compiled, ranks=ranks)
+
+    def simulate(
+        self,
+        sequence: Sequence[Operation] | None = None,
+        *,
+        seed: int = 0,
+        family: str = "uniform",
+        pieces: int = 3,
+        payload: str = "normal",
+        trace: bool = False,
+    ) -> Result:
+        """Runs the programs of all ranks in this process, on random bytes, in one legal interleaving.
+
+        Every whole parameter that is used and every reduced shard is compared with a reference. It carries real
+        bytes for all ranks: meant for small models, or a large one's :func:`tide.compiler.shapes.scaled` form.
+
+        Parameters
+        ----------
+        sequence : sequence of Operation, optional
+            What each rank issues, such as ``("all_gather", unit)``; see
+            :meth:`tide.transport.simulated.Simulation.run`. By default one training step with prefetching.
+        seed : int
+            Decides the interleaving and the payload.
+        family : str
+            Seed family, one of :data:`tide.transport.simulated.FAMILIES`.
+        pieces : int
+            Parts into which a data step is cut, about.
+        payload : str
+            ``"normal"`` or ``"special"`` (with NaN, Inf and the like).
+        trace : bool
+            Keep the steps in logical time, for :func:`tide.transport.simulated.chrome_trace`.
+
+        Returns
+        -------
+        Result
+            Tensors that are gathered and reduced at the end, and the trace.
+
+        Raises
+        ------
+        PlanError
+            If a value, the order of accesses or the signals are not as the plan should make them.
+        SlotError
+            If the sequence asks a slot to hold two units at a time.
+        """
+        from tide.transport.simulated import Simulation, training_sequence
+
+        simulation = Simulation(self.compiled, seed, family, pieces, payload, trace)
+        return simulation.run(training_sequence(self.compiled) if sequence is None else sequence)
 
     def graph(self, unit: str | None = None, parameter: str | None = None) -> nx.MultiDiGraph:
         """Descriptor graph: shard nodes, storage nodes, an edge a descriptor.

@@ -47,7 +47,7 @@ class PlanOptions:
     min_run_bytes: int = 512
     put_bytes: int = 64 * MIB
     route: str = "push"
-    piece_bytes: int = 32 * MIB
+    piece_bytes: int = 12 * MIB
     chunk_bytes: int | None = None
     receive_depth: int = 2
     padded_storage: bool = False

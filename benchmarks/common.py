@@ -1,0 +1,130 @@
+"""What the benchmarks share: start-up, timing, tables, and results with the facts of the machine."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def start() -> tuple[int, int]:
+    """Joins the job that torchrun started; returns rank and world size."""
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.all_reduce(torch.ones(1, device=device))  # NCCL wants a first collective before windows are registered
+    torch.cuda.synchronize()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Argument parser with the options every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--out", type=Path, help="JSON file to write; by default below benchmarks/results")
+    made.add_argument("--repeats", type=int, default=15, help="timed repeats of a collective (default 15)")
+    return made
+
+
+def facts() -> dict[str, Any]:
+    """Hardware, versions, commit and date of this run."""
+    import triton
+
+    root = Path(__file__).parent.parent
+    commit = os.environ.get("TIDE_COMMIT") or _command(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    driver = _command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        "commit": commit or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": dist.get_world_size() if dist.is_initialized() else torch.cuda.device_count(),
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": platform.python_version(),
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE", "unset"),
+    }
+
+
+def _command(words: list[str]) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def write(name: str, rows: Any, out: Path | None) -> Path:
+    """Writes results and facts as JSON on rank 0; returns the path."""
+    made = facts()
+    hardware = f"{made['gpus']}x{made['gpu'].replace('NVIDIA ', '').replace(' ', '-').lower()}"
+    path = out or RESULTS / f"{name}-{hardware}-{made['date'][:10]}.json"
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"benchmark": name, **made, "results": rows}, indent=1) + "\n")
+        print(f"results: {path.name}", flush=True)
+    return path
+
+
+#: Clock cycles of the pause before each timed call, about 20 ms: the host then has a lead, as in training.
+PAUSE = 40_000_000
+
+
+def timed(call: Callable[[], Any], repeats: int, warmup: int = 3) -> list[float]:
+    """Milliseconds of each call on the current stream; ranks start together, the slowest rank counts."""
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    tensor = torch.tensor(times, device="cuda")
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [float(value) for value in tensor.tolist()]
+
+
+def median(values: Iterable[float]) -> float:
+    """Median."""
+    return float(statistics.median(values))
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, str]]) -> str:
+    """Aligned text; ``columns`` are ``(key, heading, format)``, absent values show as a dash."""
+    cells = [[heading for _, heading, _ in columns]]
+    for row in rows:
+        cells.append([format(row[key], fmt) if row.get(key) is not None else "–" for key, _, fmt in columns])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def say(text: str) -> None:
+    """Prints on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,106 @@
+"""The plan that a user holds: compiled, saved, loaded, refused, and run between ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from plan_jobs import Model, refusals, whole_model
+
+import tide
+from ranks import run_ranks
+from tide.compiler.shapes import model_parameters
+from tide.errors import CapabilityError, InputError
+
+FOUR = tide.Topology(nodes=1, gpus_per_node=4)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_whole_model_between_ranks(world: int) -> None:
+    for slots, route in ((None, "push"), (2, "push"), (1, "pull")):
+        assert run_ranks(whole_model, world, slots, route) == [[]] * world
+
+
+def test_refusals_name_the_thing_and_the_remedy() -> None:
+    for messages in run_ranks(refusals, 2):
+        assert "no gradient for head.bias of unit ''" in messages["missing"]
+        assert "pass zeros" in messages["missing"]
+        assert "head.bias has shape (12,), but the parameter has (11,)" in messages["shape"]
+        assert "no parameter 'tail'" in messages["unknown"]
+        assert "head.bias" in messages["dtype"]
+        assert "float64" in messages["dtype"]
+        assert "no unit 'layers.9'" in messages["unit"]
+        assert "SlotError: unit 'layers.1' needs slot" in messages["slot"]
+        assert "'layers.0' still holds" in messages["slot"]
+        assert "no shard for layers.1" in messages["shards"]
+
+
+def test_plan_is_immutable_and_says_what_it_is() -> None:
+    plan = tide.compile_plan(Model(), topology=FOUR, rank=2)
+    assert "4 units" in repr(plan)
+    assert "\n" not in repr(plan)
+    assert "<table" in plan._repr_html_()
+    with pytest.raises(AttributeError, match="immutable"):
+        plan.rank = 3  # type: ignore[misc]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    plan = tide.compile_plan(Model(), topology=FOUR, rank=1, options=tide.PlanOptions(slots=2))
+    plan.to_json(tmp_path / "plan.json")
+    again = tide.load_plan(tmp_path / "plan.json")
+    assert (again.digest, again.rank, again.spec, again.options) == (plan.digest, 1, plan.spec, plan.options)
+    assert again.program("layers.1") == plan.program("layers.1")
+    assert tide.load_plan(plan.to_json(), rank=3).rank == 3
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    text = tide.compile_plan(Model(), topology=FOUR).to_json()
+    data = json.loads(text)
+    for damage, message in (
+        ("{", "not JSON"),
+        ('{"a": 1}', "no 'tide_plan' field"),
+        (json.dumps({**data, "tide_plan": 99}), "of plan format 99"),
+        (json.dumps({**data, "digest": "0" * 64}), "it was edited"),
+        (json.dumps({k: v for k, v in data.items() if k != "spec"}), "damaged"),
+    ):
+        with pytest.raises(InputError, match=message):
+            tide.load_plan(damage)
+    with pytest.raises(InputError, match="no file"):
+        tide.load_plan(tmp_path / "none.json")
+
+
+def test_running_without_shards_or_process_group() -> None:
+    plan = tide.compile_plan({"w": ((8, 4), "float32")}, topology=tide.Topology(1, 2), rank=0)
+    with pytest.raises(tide.TideError, match="init_process_group|torchrun"):
+        plan.all_gather(shards={"w": torch.zeros(4, 4)})
+    alone = tide.compile_plan({"w": ((8, 4), "float32")}, topology=tide.Topology(1, 1), rank=0)
+    with pytest.raises(InputError, match="pass shards="):
+        alone.all_gather()
+    plain = tide.compile_plan(Model(), topology=tide.Topology(1, 1))
+    with pytest.raises(CapabilityError, match="call fully_shard"):
+        plain.all_gather()
+    plain.close()
+    with alone:
+        assert torch.equal(
+            alone.all_gather(shards={"w": torch.arange(32.0).view(8, 4)})["w"].flatten(), torch.arange(32.0)
+        )
+
+
+def test_rank_and_topology_must_fit() -> None:
+    with pytest.raises(InputError, match="rank 4 is outside 1 nodes × 4 GPUs"):
+        tide.compile_plan(Model(), topology=FOUR, rank=4)
+    with pytest.raises(InputError, match="topology"):
+        tide.compile_plan(Model())
+
+
+def test_llama_405b_for_one_rank_of_1024_compiles_in_two_seconds() -> None:
+    listing = {name: (shape, "bfloat16") for name, shape in model_parameters("Llama-3.1-405B").items()}
+    began = time.process_time()
+    plan = tide.compile_plan(listing, topology=tide.Topology(128, 8), rank=517, options=tide.PlanOptions(slots=2))
+    for unit in plan.units[:2]:
+        for collective in ("all_gather", "reduce_scatter"):
+            assert len(plan.program(unit.name, collective))
+    assert time.process_time() - began < 2.0
