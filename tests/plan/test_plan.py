@@ -74,7 +74,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_running_without_shards_or_process_group() -> None:
     plan = tide.compile_plan({"w": ((8, 4), "float32")}, topology=tide.Topology(1, 2), rank=0)
-    with pytest.raises(tide.TideError, match="init_process_group|torchrun"):
+    with pytest.raises(tide.TideError, match="init_process_group"):
         plan.all_gather(shards={"w": torch.zeros(4, 4)})
     alone = tide.compile_plan({"w": ((8, 4), "float32")}, topology=tide.Topology(1, 1), rank=0)
     with pytest.raises(InputError, match="pass shards="):
