@@ -165,8 +165,6 @@ class Session:
             self._claims[unit] = Program("claim", position, (Stream("claim", tuple(steps)),))
         self._occupant[slot] = unit
         self._content.pop(slot, None)
-        if not self._claims[unit].streams[0].steps:
-            return Ticket()
         return self.transport.run(self._claims[unit], Binding(unit, slot, group))
 
     def resume(self, unit: str) -> bool:

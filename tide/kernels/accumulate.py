@@ -192,7 +192,7 @@ class SumItem:
     dst_dtype: torch.dtype = torch.float32
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What the items of one launch have in common."""
 
     pieces: int
@@ -202,11 +202,13 @@ class _Form(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Element sizes of the operands: destination, pieces, base."""
         return (self.dst.itemsize,) + (self.src.itemsize,) * self.pieces + (4,) * self.base
 
 
 @functools.cache
-def _variant(form: _Form, mode: int, tuning: Tuning) -> Variant:
+def variant_of(form: Form, mode: int, tuning: Tuning) -> Variant:
+    """The variant for a form of sum and a treatment of it (:func:`~tide.kernels.tiles.factors`)."""
     unrolled = form.pieces <= UNROLLED.value
     loaded = form.src.itemsize * (form.pieces if unrolled else 1) + 4 * (form.base and unrolled)
     stages = tuning.stages_for(loaded)
@@ -233,20 +235,20 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
     """The sums of a reduce-scatter: bf16 gradients and fp32 partials into fp32, by number of pieces."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for pieces in (1, 2, 4, 8, 16, 32):
-        yield _variant(_Form(pieces, bf16, fp32, False), 1, default_tuning(tuning, pieces))
+        yield variant_of(Form(pieces, bf16, fp32, False), 1, default_tuning(tuning, pieces))
     for form, mode in (
-        (_Form(2, bf16, fp32, False), 0),
-        (_Form(2, bf16, fp32, False), 2),
-        (_Form(2, bf16, fp32, True), 1),
-        (_Form(8, bf16, fp32, True), 2),
-        (_Form(2, fp32, fp32, False), 1),
-        (_Form(8, fp32, fp32, False), 1),
-        (_Form(2, fp16, fp32, False), 1),
-        (_Form(2, bf16, bf16, False), 1),
-        (_Form(2, fp16, fp16, False), 1),
-        (_Form(2, fp32, bf16, True), 1),
+        (Form(2, bf16, fp32, False), 0),
+        (Form(2, bf16, fp32, False), 2),
+        (Form(2, bf16, fp32, True), 1),
+        (Form(8, bf16, fp32, True), 2),
+        (Form(2, fp32, fp32, False), 1),
+        (Form(8, fp32, fp32, False), 1),
+        (Form(2, fp16, fp32, False), 1),
+        (Form(2, bf16, bf16, False), 1),
+        (Form(2, fp16, fp16, False), 1),
+        (Form(2, fp32, bf16, True), 1),
     ):
-        yield _variant(form, mode, default_tuning(tuning, form.pieces))
+        yield variant_of(form, mode, default_tuning(tuning, form.pieces))
 
 
 def default_tuning(tuning: Tuning | None, pieces: int) -> Tuning:
@@ -287,7 +289,7 @@ class AccumulateTable:
         tuning: Tuning | None = None,
     ) -> None:
         sum_on = default_device(accumulate_kernel, device)
-        groups: dict[_Form, list[int]] = {}
+        groups: dict[Form, list[int]] = {}
         for index, item in enumerate(items):
             for dtype in (item.src_dtype, item.dst_dtype):
                 if dtype not in ELEMENTS:
@@ -295,10 +297,10 @@ class AccumulateTable:
                     raise InputError(f"item {index}: cannot sum {dtype}; only {known}")
             if not item.src_ptrs:
                 raise InputError(f"item {index}: no piece to sum")
-            form = _Form(len(item.src_ptrs), item.src_dtype, item.dst_dtype, item.base_ptr != 0)
+            form = Form(len(item.src_ptrs), item.src_dtype, item.dst_dtype, item.base_ptr != 0)
             groups.setdefault(form, []).append(index)
         self._items = len(items)
-        self._groups: list[tuple[_Form, Tuning, list[int], TableLaunch]] = []
+        self._groups: list[tuple[Form, Tuning, list[int], TableLaunch]] = []
         for form, members in groups.items():
             chosen = default_tuning(tuning, form.pieces)
             division = Division(form.sizes, chosen.block, chosen.narrow, chosen.ctas)
@@ -319,7 +321,7 @@ class AccumulateTable:
         """Compile and load all that a launch with such factors needs."""
         mode, _, _ = factors(scale, divisor)
         for form, tuning, _, launch in self._groups:
-            launch.warmup(_variant(form, mode, tuning))
+            launch.warmup(variant_of(form, mode, tuning))
 
     def launch(self, scale: float = 1.0, divisor: float = 1.0, stream: Stream = None) -> None:
         """Sum every segment. The table's device must be the current one.
@@ -333,7 +335,7 @@ class AccumulateTable:
         """
         mode, scale, divisor = factors(scale, divisor)
         for form, tuning, _, launch in self._groups:
-            launch.launch(_variant(form, mode, tuning), stream, scale, divisor)
+            launch.launch(variant_of(form, mode, tuning), stream, scale, divisor)
 
     def move(
         self,

@@ -113,7 +113,7 @@ class PlaceItem:
 
 
 @functools.cache
-def _variant(src: torch.dtype, dst: torch.dtype, tuning: Tuning) -> tuple[Variant, tuple[int, int]]:
+def variant_of(src: torch.dtype, dst: torch.dtype, tuning: Tuning) -> tuple[Variant, tuple[int, int]]:
     """The variant for a pair of types, and the element sizes that it takes them to have (dst, src)."""
     if src == dst:
         raw = _RAW[min(src.itemsize, 8)]
@@ -140,9 +140,9 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
     for src in ELEMENTS:
         for dst in ELEMENTS:
             if src != dst:
-                yield _variant(src, dst, tuning)[0]
+                yield variant_of(src, dst, tuning)[0]
     for same in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
-        yield _variant(same, same, tuning)[0]
+        yield variant_of(same, same, tuning)[0]
 
 
 #: Used where a caller gives no tuning.
@@ -188,7 +188,7 @@ class PlaceTable:
         self._items = len(items)
         self._groups: list[tuple[Variant, list[int], TableLaunch]] = []
         for (src, dst), members in groups.items():
-            variant, sizes = _variant(src, dst, tuning)
+            variant, sizes = variant_of(src, dst, tuning)
             parts = dst.itemsize // sizes[0]  # a 16-byte element is copied as two of 8 bytes
             blocks = [_block(member, items[member], parts) for member in members]
             division = Division(sizes, tuning.block, tuning.narrow, tuning.ctas)

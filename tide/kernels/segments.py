@@ -131,16 +131,23 @@ class Table:
         Tiles of each kind; the launch has nothing to do if all are 0.
     addresses
         Byte addresses, (blocks × operands).
+    positions
+        Where each address lies in ``words``, (segments × operands): it says
+        ``(addresses[blocks] + offsets) // units``.
+    blocks
+        Block of each segment, (segments).
+    offsets, units
+        Bytes, (segments × operands).
     """
 
     words: Int64s
     programs: int
     tiles: tuple[int, ...]
     addresses: Int64s
-    _positions: Int64s  # (segments × operands): where each address lies in `words`
-    _blocks: Int64s  # (segments): block of each segment
-    _offsets: Int64s  # (segments × operands), bytes
-    _units: Int64s  # (segments × operands), bytes
+    positions: Int64s
+    blocks: Int64s
+    offsets: Int64s
+    units: Int64s
 
     def moved(self, addresses: Int64s) -> Table | None:
         """The same table for other addresses.
@@ -161,7 +168,7 @@ class Table:
         if np.any((addresses ^ self.addresses) & (VECTOR_BYTES - 1)):
             return None
         words = self.words.copy()
-        words[self._positions] = (addresses[self._blocks] + self._offsets) // self._units
+        words[self.positions] = (addresses[self.blocks] + self.offsets) // self.units
         return replace(self, words=words, addresses=addresses.copy())
 
 

@@ -180,7 +180,8 @@ class SwitchItem:
 DEFAULT = Tuning(stages=1)
 
 
-def _variant(mode: int, tuning: Tuning) -> Variant:
+def variant_of(mode: int, tuning: Tuning) -> Variant:
+    """The variant for a treatment of the sum (:func:`~tide.kernels.tiles.factors`)."""
     name = f"switch_reduce_fp32_f{mode}_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}"
     constants = (("FACTORS", mode), ("BLOCK", tuning.block), ("NARROW_BLOCK", tuning.narrow))
     signature = (("table", "*i64"), ("scale", "fp32"), ("divisor", "fp32"))
@@ -190,7 +191,7 @@ def _variant(mode: int, tuning: Tuning) -> Variant:
 def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
     """One for each way to treat the sum."""
     for mode in range(3):
-        yield _variant(mode, tuning or DEFAULT)
+        yield variant_of(mode, tuning or DEFAULT)
 
 
 def require_multicast(environment: Mapping[str, str] | None = None) -> None:
@@ -270,7 +271,7 @@ class SwitchReduceTable:
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use the accumulate route"
             )
         mode, scale, divisor = factors(scale, divisor)
-        self._launch.launch(_variant(mode, self._tuning), stream, scale, divisor)
+        self._launch.launch(variant_of(mode, self._tuning), stream, scale, divisor)
 
 
 def switch_reduce(

@@ -1,0 +1,209 @@
+"""Operations: functions without arguments that make one driver call each, with arguments laid down beforehand.
+
+A signal adds to a host counter and brings the new value to the peer's flag word; a wait adds to another one and
+holds the stream back until its own word has reached that. Neighbouring ones share a call, which costs no more
+than one of them alone (``benchmarks/cuda_check.py --only ceiling,issue``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tide.compiler.steps import Lane
+from tide.kernels.launch import Tuning
+from tide.transport.cuda.copies import CopyArrays, CopyStep
+from tide.transport.cuda.driver import COPY_2D_WORDS, MEM_OP_WAIT_32, MEM_OP_WORDS, MEM_OP_WRITE_32
+from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words
+
+Operation = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Device:
+    """What lowering needs to know of the device and the transport.
+
+    Attributes
+    ----------
+    driver : Driver
+        Driver calls.
+    torch_device : torch.device
+        Where tensors and kernels are.
+    rank : int
+        This rank.
+    arenas : mapping of int to int
+        Address of every mapped arena, by world rank.
+    values : int
+        Address of the table of counter values.
+    words : Words
+        Counters.
+    stream : callable
+        CUDA stream of a program stream's name.
+    last : callable
+        Event of the last signal to oneself on a lane of a slot, in whatever program.
+    write_to_peers : bool
+        Signal by writing the peer's word from the stream, instead of copying a value to it.
+    wait_flags : int
+        Flags of waits on words.
+    place, accumulate : Tuning or None
+        How the kernels are cut.
+    """
+
+    driver: Any
+    torch_device: torch.device
+    rank: int
+    arenas: Mapping[int, int]
+    values: int
+    words: Words
+    stream: Callable[[str], int]
+    last: Callable[[int, Lane], int]
+    write_to_peers: bool
+    wait_flags: int
+    place: Tuning
+    accumulate: Tuning | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOperation:
+    """A wait or a signal, before it becomes a call of its own or part of one.
+
+    Parameters
+    ----------
+    wait : bool
+        Whether it waits.
+    index : int
+        Place of its counter.
+    count : int
+        Signals to take or to give.
+    credit : int
+        Signals that count as given before the first.
+    address : int
+        Of the flag word.
+    """
+
+    wait: bool
+    index: int
+    count: int
+    credit: int
+    address: int
+
+
+def fixed_call(device: Device, function: Callable[..., int], what: str, *arguments: int) -> Operation:
+    """A driver call with fixed arguments."""
+    check = device.driver.check
+
+    def issue() -> None:
+        if result := function(*arguments):
+            check(result, what)
+
+    return issue
+
+
+def copy_step(device: Device, copies: CopyArrays, which: CopyStep, stream: int) -> Operation:
+    """The copies of a step: one batch, then the 2-D ones."""
+    driver = device.driver
+    count, check = which.last - which.first, driver.check
+    dst, src, sizes = (
+        array.ctypes.data + 8 * which.first for array in (copies.destinations, copies.sources, copies.sizes)
+    )
+    first = copies.pitched.ctypes.data
+    pitched = [first + 8 * COPY_2D_WORDS * row for row in range(which.first_2d, which.last_2d)]
+    batch, copy_2d, copy = driver.copy_batch, driver.copy_2d, driver.copy
+
+    def issue() -> None:
+        if count and batch is not None:
+            if result := batch(dst, src, sizes, count, stream):
+                check(result, "batch of copies")
+        else:
+            for row in range(which.first, which.last):
+                arguments = copies.destinations[row], copies.sources[row], copies.sizes[row]
+                if result := copy(*map(int, arguments), stream):
+                    check(result, "copy")
+        for descriptor in pitched:
+            if result := copy_2d(descriptor, stream):
+                check(result, "2-D copy")
+
+    return issue
+
+
+def memory_operations(device: Device, stream: int, operations: Sequence[MemoryOperation]) -> list[Operation]:
+    """Waits and signals of one stream, in as few calls as can be."""
+    if len(operations) == 1:
+        return [_single(device, stream, operations[0])]
+    if device.write_to_peers:
+        return [_batched(device, stream, operations)]
+    # Signals are copies: only waits between them share a call.
+    out: list[Operation] = []
+    at = 0
+    while at < len(operations):
+        end = at
+        while end < len(operations) and operations[end].wait:
+            end += 1
+        if end - at > 1:
+            out.append(_batched(device, stream, operations[at:end]))
+            at = end
+        else:
+            out.append(_single(device, stream, operations[at]))
+            at += 1
+    return out
+
+
+def _single(device: Device, stream: int, operation: MemoryOperation) -> Operation:
+    driver, check = device.driver, device.driver.check
+    index, count, credit, address = operation.index, operation.count, operation.credit, operation.address
+    if operation.wait:
+        consumed, wait, flags = device.words.consumed, driver.wait_value, device.wait_flags
+
+        def issue_wait() -> None:
+            value = consumed[index] = consumed[index] + count
+            if result := wait(stream, address, ((value - credit) * STRIDE) & MASK, flags):
+                check(result, "wait")
+
+        return issue_wait
+    sent, values = device.words.sent, device.values
+    if device.write_to_peers:
+        write = driver.write_value
+
+        def issue_write() -> None:
+            value = sent[index] = sent[index] + count
+            if result := write(stream, address, (value * STRIDE) & MASK, 0):
+                check(result, "signal")
+
+        return issue_write
+    copy = driver.copy
+
+    def issue_copy() -> None:
+        value = sent[index] = sent[index] + count
+        if result := copy(address, values + 4 * (value % VALUES), 4, stream):
+            check(result, "signal")
+
+    return issue_copy
+
+
+def _batched(device: Device, stream: int, operations: Sequence[MemoryOperation]) -> Operation:
+    """Several waits and signals in one call, in order."""
+    check, run, words = device.driver.check, device.driver.memory_operations, device.words
+    number = len(operations)
+    array = (ctypes.c_uint64 * (MEM_OP_WORDS * number))()
+    updates: list[tuple[int, list[int], int, int, int]] = []
+    for row, operation in enumerate(operations):
+        at = row * MEM_OP_WORDS
+        array[at] = MEM_OP_WAIT_32 if operation.wait else MEM_OP_WRITE_32
+        array[at + 1] = operation.address
+        array[at + 3] = device.wait_flags if operation.wait else 0
+        counters = words.consumed if operation.wait else words.sent
+        updates.append((at + 2, counters, operation.index, operation.count, operation.credit))
+    address = ctypes.addressof(array)
+
+    def issue() -> None:
+        for place, counters, index, count, credit in updates:
+            value = counters[index] = counters[index] + count
+            array[place] = ((value - credit) * STRIDE) & MASK
+        if result := run(stream, number, address, 0):
+            check(result, "waits and signals")
+
+    return issue

@@ -1,0 +1,74 @@
+"""Pinned host buffers from which tables travel to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tide.transport.cuda.bases import Int64s
+
+#: Buffers of one table at most; with all of them on their way, the host waits for the oldest.
+MOST = 8
+
+
+class Staging:
+    """Copies of a table on their way to the device.
+
+    The host runs far ahead of the device, so a table may change again before its last copy has left: each change
+    takes a buffer that is free.
+
+    Parameters
+    ----------
+    driver : Driver
+        Driver calls.
+    device : torch.device
+        Where the table goes.
+    """
+
+    def __init__(self, driver: Any, device: torch.device) -> None:
+        self._driver, self._pinned = driver, device.type == "cuda"
+        self._buffers: list[tuple[torch.Tensor, int]] = []
+        self._turn = self._size = 0
+        self.dirty = False
+
+    def fill(self, words: Int64s) -> None:
+        """Takes a copy of the table; :meth:`send` brings it to the device."""
+        if not self.dirty:  # otherwise the buffer of the last fill never left
+            self._turn = self._free()
+        self._size = len(words)
+        buffer, event = self._buffers[self._turn]
+        if len(buffer) < self._size:
+            buffer = torch.empty(self._size, dtype=torch.int64, pin_memory=self._pinned)
+            self._buffers[self._turn] = buffer, event
+        buffer[: self._size].numpy()[:] = words
+        self.dirty = True
+
+    def _free(self) -> int:
+        """A buffer whose last copy has left."""
+        for step in range(1, len(self._buffers) + 1):
+            turn = (self._turn + step) % len(self._buffers)
+            if self._driver.done(self._buffers[turn][1]):
+                return turn
+        if len(self._buffers) < MOST:
+            self._buffers.append((torch.empty(0, dtype=torch.int64), self._driver.new_event()))
+            return len(self._buffers) - 1
+        turn = (self._turn + 1) % len(self._buffers)
+        self._driver.synchronize_event(self._buffers[turn][1])
+        return turn
+
+    def send(self, memory: int, stream: int) -> None:
+        """Issues the copy to device memory."""
+        buffer, event = self._buffers[self._turn]
+        if self._size:
+            self._driver.check(
+                self._driver.upload(memory, buffer.data_ptr(), 8 * self._size, stream), "upload of a table"
+            )
+        self._driver.check(self._driver.event_record(event, stream), "event record")
+        self.dirty = False
+
+    def close(self) -> None:
+        """Gives the events back."""
+        for _, event in self._buffers:
+            self._driver.free_event(event)
+        self._buffers.clear()

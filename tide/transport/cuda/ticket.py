@@ -1,0 +1,94 @@
+"""What a caller gives to the CUDA transport and gets from it: settings and tickets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tide.errors import InputError, PeerError
+from tide.transport.base import Binding, Ticket
+from tide.transport.cuda.lowered import Awaited, Lowered
+
+if TYPE_CHECKING:
+    from tide.transport.cuda.transport import CudaTransport
+
+#: CTAs of the kernels, by measurement (benchmarks/cuda_check.py): as few as keep up with the copy engines.
+PLACE_CTAS = 64
+ACCUMULATE_CTAS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Choices of the transport; they must be the same on every rank.
+
+    Parameters
+    ----------
+    place_ctas, accumulate_ctas : int
+        CTAs of a launch at most.
+    signals : str
+        ``"write"``: the stream writes the peer's flag word; ``"copy"``: a copy of four bytes does; ``"auto"``:
+        by what the driver supports.
+    """
+
+    place_ctas: int = PLACE_CTAS
+    accumulate_ctas: int = ACCUMULATE_CTAS
+    signals: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.signals not in ("auto", "write", "copy"):
+            raise InputError(f"signals must be 'auto', 'write' or 'copy', got {self.signals!r}")
+        for name in ("place_ctas", "accumulate_ctas"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class CudaTicket(Ticket):
+    """A collective on the device's streams.
+
+    The transport holds the call's tensors until the collective has ended; gradients only until
+    :meth:`wait_released` or :meth:`wait`, and what they are reduced into only until :meth:`wait`: tickets are
+    looked through when the next collective of their kind comes, so a step's reduced gradients would live until
+    the next backward. Running sums, which nobody else has, it holds to the end. A caller that waits on another
+    stream than the one the tensors' memory belongs to has to keep them until that stream is ordered after the
+    wait, too.
+    """
+
+    def __init__(self, transport: CudaTransport, number: int, binding: Binding, lowered: Lowered) -> None:
+        self.transport, self.number = transport, number
+        self.unit, self.collective = binding.unit, lowered.program.collective
+        self.awaited: Sequence[Awaited] = lowered.awaited
+        self.indices = lowered.indices
+        consumed = transport.words.consumed
+        self.base = [consumed[index] for index in lowered.indices]
+        self.entry = 0
+        self.gate = lowered.vacated
+        self.ends: list[int] = []
+        self.released: list[int] = []
+        self.gradients: object = None
+        self.outputs: object = None
+        self.tensors: object = None
+        self.finished = self.awaited_for = False
+
+    def wait(self) -> None:
+        """Orders what the caller's current stream does next after the whole collective."""
+        self.transport.order_after(self, self.ends)
+        self.outputs, self.awaited_for = None, True
+
+    def wait_released(self) -> None:
+        """Orders what the caller's current stream does next after the last read of the gradients."""
+        self.transport.order_after(self, self.released)
+
+    def synchronize(self) -> None:
+        """Blocks the host until the collective has ended.
+
+        Raises
+        ------
+        PeerError
+            If a peer did not answer within the deadline.
+        """
+        while not self.transport.is_finished(self):
+            time.sleep(5e-5)
+        if self.transport.broken is not None:
+            raise PeerError(self.transport.broken)

@@ -1,0 +1,189 @@
+"""Deadlines: a thread that finds the collective that does not end, says why, and sets the device free.
+
+A wait on a flag word that a dead peer never writes would block its stream for ever, and every later CUDA call of
+the process behind it. So a daemon thread looks at the outstanding collectives now and then. A collective's time
+runs while it is the oldest of its kind and all that the caller asked it to wait for has happened: a host that
+runs far ahead of the device, or a caller's own kernel that takes long, is not its fault.
+
+On expiry the flag words tell who is missing. They are then overwritten with what the streams wait for, so that
+everything drains; the data is worthless, and the transport raises :class:`~tide.errors.PeerError` from then on.
+Peers are told through a word of theirs, so that they need not wait for their own deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tide.transport.cuda.words import MASK, STRIDE, encode, reached
+
+if TYPE_CHECKING:
+    from tide.transport.cuda.ticket import CudaTicket
+    from tide.transport.cuda.transport import CudaTransport
+
+#: Seconds between two looks.
+INTERVAL = 0.25
+#: Seconds after which a look includes the peers' word that they have given up.
+ASK_PEERS = 1.0
+#: Seconds that reading the flag words may take.
+READ_TIMEOUT = 5.0
+
+
+class Watchdog:
+    """Watches over one transport.
+
+    Parameters
+    ----------
+    transport : CudaTransport
+        Whose collectives.
+    timeout : float
+        Seconds that a collective may take.
+    """
+
+    def __init__(self, transport: CudaTransport, timeout: float) -> None:
+        self._transport, self.timeout = transport, timeout
+        self._stop = threading.Event()
+        self._side: int | None = None
+        self._pinned: torch.Tensor | None = None
+        self._event = 0
+        self._started: dict[int, float] = {}
+        interval = min(INTERVAL, timeout / 4)
+        self._thread = threading.Thread(target=self._run, args=(interval,), name="tide-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch; allocates now what it will need when nothing can be allocated any more."""
+        driver, layout = self._transport.driver, self._transport.compiled.arena
+        self._side, self._event = driver.new_stream(), driver.new_event()
+        words = layout.lanes * layout.world_size * 2 + self._transport.abort_words
+        self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=self._transport.device.type == "cuda")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=READ_TIMEOUT + 1)
+        if self._side is not None and not self._thread.is_alive():
+            self._transport.driver.free_stream(self._side)
+            self._transport.driver.free_event(self._event)
+            self._side = None
+
+    def _run(self, interval: float) -> None:
+        self._transport.driver.bind_thread()
+        self._transport.driver.allow_captures()
+        while not self._stop.wait(interval):
+            try:
+                self.look()
+            except Exception as error:
+                # A device that has failed altogether: every call of the user's fails too, and says so.
+                self._transport.fail(f"the watchdog cannot reach the device any more: {error}")
+                return
+
+    def look(self) -> None:
+        """One look at the outstanding collectives."""
+        transport = self._transport
+        heads = transport.heads()
+        now = time.monotonic()
+        if transport.broken is not None:
+            if heads:
+                self._release()
+            return
+        self._started = {key: when for key, when in self._started.items() if any(key == t.number for t in heads)}
+        for ticket in heads:
+            if not transport.could_start(ticket):
+                self._started.pop(ticket.number, None)
+                continue
+            waited = now - self._started.setdefault(ticket.number, now)
+            if waited >= self.timeout:
+                self._expire(ticket, f"has not finished {self.timeout:g} s after it could start")
+                return
+            if waited >= ASK_PEERS and (gone := self._gave_up(self._read())):
+                self._expire(ticket, f"was given up by {' and '.join(f'rank {rank}' for rank in gone)}")
+                return
+
+    # Reading -----------------------------------------------------------------------------------
+
+    def _read(self) -> Sequence[int] | None:
+        """The flag words and the peers' abort words, through a stream of its own; None if that does not end."""
+        transport, driver = self._transport, self._transport.driver
+        assert self._pinned is not None
+        assert self._side is not None
+        nbytes = 4 * len(self._pinned)
+        own = transport.arena.addresses[transport.rank]
+        lanes = nbytes - 4 * transport.abort_words
+        host = self._pinned.data_ptr()
+        driver.check(driver.download(host, own + transport.compiled.arena.signals, lanes, self._side), "read of flags")
+        driver.check(driver.download(host + lanes, own + transport.abort_offset, nbytes - lanes, self._side), "read")
+        driver.check(driver.event_record(self._event, self._side), "event record")
+        end = time.monotonic() + READ_TIMEOUT
+        while not driver.done(self._event):
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.001)
+        return [value & MASK for value in self._pinned.tolist()]
+
+    def _gave_up(self, words: Sequence[int] | None) -> list[int]:
+        if words is None:
+            return []
+        transport = self._transport
+        aborts = words[len(words) - transport.abort_words :]
+        return [rank for rank in range(transport.compiled.arena.world_size) if aborts[rank]]
+
+    # Failing -----------------------------------------------------------------------------------
+
+    def _expire(self, ticket: CudaTicket, what: str) -> None:
+        transport = self._transport
+        words = self._read()
+        message = f"rank {transport.rank}: {ticket.collective} of unit {ticket.unit!r} {what}"
+        if words is None:
+            message += "; the flag words cannot be read: the device itself does not answer"
+        else:
+            message += self.blocked(ticket, words)
+        transport.fail(message)
+        self._tell_peers()
+        self._release()
+
+    def blocked(self, ticket: CudaTicket, words: Sequence[int]) -> str:
+        """What each stream of a collective waits for, given the flag words (two 32-bit halves each)."""
+        transport = self._transport
+        start = transport.compiled.arena.signals
+        base = dict(zip(ticket.indices, ticket.base, strict=True))
+        parts, seen = [], set()
+        for awaited in ticket.awaited:
+            needed = encode(base[awaited.index] + awaited.total - transport.words.credit(awaited.lane))
+            word = words[(awaited.word - start) // 4]
+            if awaited.stream in seen or reached(word, needed):
+                continue
+            seen.add(awaited.stream)
+            missing = ((needed - word) & MASK) // STRIDE
+            parts.append(
+                f"stream {awaited.stream} waits at step {awaited.step} for {missing} signal(s) "
+                f"{awaited.lane.name} of rank {awaited.rank}"
+            )
+        if not parts:
+            return "; no wait on a peer is open: a kernel or a copy does not end"
+        return (
+            "; " + ", ".join(parts) + ". That rank has died, is stuck before this collective, or calls another one; "
+            "look at its output. A larger deadline: TIDE_TIMEOUT"
+        )
+
+    def _tell_peers(self) -> None:
+        transport, driver = self._transport, self._transport.driver
+        assert self._side is not None
+        for rank, address in transport.arena.addresses.items():
+            if rank != transport.rank:
+                place = address + transport.abort_offset + 4 * transport.rank
+                driver.copy(place, transport.value_table + 4, 4, self._side)  # any value but 0
+
+    def _release(self) -> None:
+        """Writes what is awaited into the flag words; again at each look, since a late peer may overwrite them."""
+        transport, driver = self._transport, self._transport.driver
+        assert self._side is not None
+        own = transport.arena.addresses[transport.rank]
+        places = {awaited.index: awaited.word for ticket in transport.outstanding() for awaited in ticket.awaited}
+        for index, value in transport.words.satisfied(places).items():
+            driver.write_value(self._side, own + places[index], value, 0)
