@@ -1,0 +1,148 @@
+"""What collectives must deliver, by arithmetic of its own: no program, no kernel, no table of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tide.compiler.dtypes import itemsize
+from tide.compiler.model import Parameter
+from tide.errors import InputError
+from tide.topology import Team
+from tide.torch_types import to_torch
+from tide.transport.simulated.parts import scale_and_divide
+
+#: Values that conversions and sums must carry as torch carries them.
+SPECIALS = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 6e4, -6e4, 1e-7, 3e38, -3e38, 1e-40)
+
+#: Kinds of random payload.
+PAYLOADS = ("normal", "special")
+
+
+def split(whole: torch.Tensor, dim: int, owners: int) -> list[torch.Tensor]:
+    """Dense shards of a whole parameter, as FSDP2 cuts it; the last may be short or empty."""
+    shards = [piece.contiguous() for piece in torch.chunk(whole, owners, dim)]
+    empty = whole.narrow(dim, 0, 0).contiguous()
+    return shards + [empty] * (owners - len(shards))
+
+
+def random_tensor(shape: Sequence[int], dtype: str, seed: str, payload: str = "normal") -> torch.Tensor:
+    """Random values of a type.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape.
+    dtype : str
+        Element type.
+    seed : str
+        Equal seeds give equal values.
+    payload : str
+        ``"normal"``, or ``"special"``: a third are NaN, Inf, zeros of both signs, large and tiny.
+    """
+    if payload not in PAYLOADS:
+        raise InputError(f"no payload {payload!r}; there are {' and '.join(PAYLOADS)}")
+    random = np.random.default_rng(Random(seed).getrandbits(64))
+    kind = to_torch(dtype)
+    count = int(np.prod(shape, dtype=np.int64))
+    if dtype == "bool":
+        return torch.from_numpy(random.integers(0, 2, count).astype(np.bool_)).reshape(tuple(shape))
+    if not kind.is_floating_point:
+        raw = random.integers(0, 256, count * itemsize(dtype), dtype=np.uint8)
+        return torch.from_numpy(raw).view(kind).reshape(tuple(shape))
+    # Far apart in magnitude, so that float32 sums are rounded and show the order of their terms.
+    spread = 12 if kind.itemsize < 2 or dtype == "float16" else 30
+    values = np.ldexp(random.standard_normal(count, dtype=np.float32), random.integers(-spread, spread, count))
+    if payload == "special" and count:
+        where = random.integers(0, count, -(-count // 3))
+        values[where] = random.choice(np.array(SPECIALS, dtype=np.float32), len(where))
+    return torch.from_numpy(values).to(kind).reshape(tuple(shape))
+
+
+def whole_of(shards: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tensor:
+    """The whole parameter in its storage type, from its shards in order of their owners."""
+    kept = [shard for shard in shards if shard.numel()]
+    whole = torch.cat(kept, parameter.dim) if kept else torch.empty(0, dtype=to_torch(parameter.shard_dtype))
+    return whole.to(to_torch(parameter.dtype)).reshape(parameter.shape).contiguous()
+
+
+def reference_reduce_scatter(
+    grads: Sequence[torch.Tensor], parameter: Parameter, team: Team, scale: float = 1.0, divisor: float = 1.0
+) -> list[torch.Tensor]:
+    """Reduced shards of one parameter, summed in the order that the design documents.
+
+    Each node sums its ranks' gradients in float32, in rank order. An owner on node ``n`` starts from
+    the sum of node ``n - 1``, adds those of ``n - 2``, ``n - 3``, … (all modulo the number of nodes) and
+    its own node's last; then come scale and divisor, and the rounding to ``out_dtype``.
+
+    Parameters
+    ----------
+    grads : sequence of Tensor
+        Whole gradient of each position.
+    parameter : Parameter
+        Shape, dim and types.
+    team : Team
+        Positions of each node.
+    scale, divisor : float
+        Factors of the sum, in this order.
+
+    Returns
+    -------
+    list of Tensor
+        Dense shard of each position.
+    """
+    out: list[torch.Tensor] = [torch.empty(0)] * team.size
+    with np.errstate(all="ignore"):
+        sums: list[npt.NDArray[np.float32]] = []
+        for row in team.grid:
+            total = grads[row[0]].to(torch.float32, copy=True).numpy()
+            for position in row[1:]:
+                total = total + grads[position].to(torch.float32).numpy()
+            sums.append(total)
+        for node, row in enumerate(team.grid):
+            others = [(node - 1 - j) % team.nodes for j in range(team.nodes - 1)]
+            if others:
+                total = sums[others[0]].copy()
+                for other in others[1:]:
+                    total = total + sums[other]
+                total = total + sums[node]
+            else:
+                total = sums[node].copy()
+            scale_and_divide(total, scale, divisor)
+            rounded = torch.from_numpy(np.asarray(total)).to(to_torch(parameter.out_dtype))
+            shards = split(rounded, parameter.dim, team.size)
+            for position in row:
+                out[position] = shards[position]
+    return out
+
+
+def error_bound(
+    grads: Sequence[torch.Tensor], parameter: Parameter, scale: float = 1.0, divisor: float = 1.0
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The whole result in float64, and how far any float32 sum of fixed order may be from it.
+
+    ``n`` gradients take ``n - 1`` roundings of partial sums that are bounded by the sum of magnitudes,
+    one more for each factor, and one to the output's type.
+
+    Parameters
+    ----------
+    grads : sequence of Tensor
+        Whole finite gradient of each position.
+    parameter : Parameter
+        For the type of the output.
+    scale, divisor : float
+        Factors of the sum.
+    """
+    values = np.stack([grad.to(torch.float64).numpy() for grad in grads])
+    factor = float(np.float32(scale)) / float(np.float32(divisor))
+    exact = values.sum(axis=0) * factor
+    magnitude = np.abs(values).sum(axis=0) * abs(factor)
+    unit = 2.0**-24
+    bound = (len(grads) + 2) * unit * magnitude + 2.0**-149
+    info = torch.finfo(to_torch(parameter.out_dtype))
+    rounding = info.eps / 2 * (np.abs(exact) + bound) + info.smallest_normal * info.eps
+    return exact, bound + rounding
