@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import fsdp_models
 import torch
 from fsdp_models import Block, Deep, LoraStack, MoE, Stack, Towers, TpStack, Twice, data
 from fsdp_parity import Case, Side, lossy, one_batch
@@ -30,7 +31,7 @@ EVERY = (2, 3, 4)
 @cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Made once a process: a mesh makes process groups, which stay."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(fsdp_models.DEVICE, shape, mesh_dim_names=names)
 
 
 def shard(model: Any, **options: Any) -> Any:
@@ -87,7 +88,7 @@ def partial_all_reduce(side: Side, step: int, rank: int) -> list[torch.Tensor]:
 
 def with_scaler(side: Side, step: int, rank: int) -> list[torch.Tensor]:
     """Scaled loss, unscaled gradients."""
-    scaler = side.extra.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=256.0))
+    scaler = side.extra.setdefault("scaler", torch.amp.GradScaler(fsdp_models.DEVICE, init_scale=256.0))
     ((tokens, targets),) = data(step, rank)
     loss = lossy(side.model, tokens, targets)
     scaler.scale(loss).backward()
@@ -311,7 +312,7 @@ def on_meta(world: int) -> Any:
 
 def materialize(side: Side) -> None:
     """Memory and values, after attach."""
-    side.model.to_empty(device="cpu")
+    side.model.to_empty(device=fsdp_models.DEVICE)
     generator = torch.Generator().manual_seed(3)
     for param in side.model.parameters():
         whole = torch.randn(param.shape, generator=generator) * 0.3

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+#: Where the suite trains: tests/gpu/parity_ranks.py sets it to "cuda" before anything is made.
+DEVICE = "cpu"
+
 
 class Block(nn.Module):
     """Norm, two projections, residual; 13 rows do not divide by 2, 3 or 4, and a bias of 2 leaves ranks empty."""
@@ -196,7 +199,8 @@ class Deep(nn.Module):
 def data(step: int, rank: int, count: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Micro-batches of a step: tokens and targets, different on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [
-        (torch.randint(17, (3, 5), generator=generator), torch.randint(17, (3, 5), generator=generator))
-        for _ in range(count)
-    ]
+
+    def draw() -> torch.Tensor:
+        return torch.randint(17, (3, 5), generator=generator).to(DEVICE)
+
+    return [(draw(), draw()) for _ in range(count)]
