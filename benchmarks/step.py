@@ -2,6 +2,7 @@
 
 usage: torchrun --nproc-per-node 2 benchmarks/step.py [--models llama,qwen3,wan] [--variants stock,symm,tide]
 
+``tide``  with ``reuse_forward=True``; ``tide-regather``  without.
 ``free``  FSDP2 whose collectives do nothing (its copies stay); ``solo``  the same model without FSDP.
 The floor is the smaller of the two. ``gap closed`` is (stock − variant) ÷ (stock − floor).
 """
@@ -29,12 +30,12 @@ from tide.transport.cuda import CudaTransport
 from tide.transport.cuda.ticket import ACCUMULATE_CTAS, PLACE_CTAS, Settings
 
 
-def attach(model: nn.Module, ctas: str = "") -> int:
+def attach(model: nn.Module, ctas: str = "", reuse: bool = True) -> int:
     """TIDE, with CTAs of its kernels as ``place/accumulate`` if given; its arena is not in torch's allocator."""
     place, accumulate = map(int, ctas.split("/")) if ctas else (PLACE_CTAS, ACCUMULATE_CTAS)
     settings = Settings(place_ctas=place, accumulate_ctas=accumulate)
     transport = partial(CudaTransport.open, settings=settings)
-    compiled = tide.attach(model, strict=True, transport=transport).compiled
+    compiled = tide.attach(model, strict=True, reuse_forward=reuse, transport=transport).compiled
     assert compiled is not None
     return compiled.arena.size
 
@@ -73,7 +74,7 @@ def run(case: Case, variant: str, tokens: int, steps: int, trace: Path | None) -
     else:
         model = sharded(case, world_size)
         name, _, ctas = variant.partition(":")
-        outside = attach(model, ctas) if name == "tide" else SETUP[name](model)
+        outside = attach(model, ctas, name != "tide-regather") if name.startswith("tide") else SETUP[name](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     generator = torch.Generator("cuda").manual_seed(rank)
     x = torch.randn(1, tokens, case.dim, device="cuda", dtype=torch.bfloat16, generator=generator)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import networkx as nx
     import torch
 
-    from tide.compiler.model import Mesh, ModelSpec, Unit
+    from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
     from tide.session import Session
     from tide.transport.simulated import Operation, Result
 
@@ -113,10 +113,10 @@ def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
     """
     text = str(source)
     if not text.lstrip().startswith("{"):
-        path = Path(source)
-        if not path.is_file():
-            raise InputError(f"load_plan: no file {path}")
-        text = path.read_text()
+        try:
+            text = Path(source).read_text()
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise InputError(f"load_plan: no file to read at {text[:80]!r} ({type(error).__name__})") from None
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -133,6 +133,8 @@ def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
         stated, chosen = data["digest"], data["rank"] if rank is None else rank
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise InputError(f"load_plan: the file is damaged ({error!r}); write it again with Plan.to_json") from error
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 0 <= chosen < topology.world_size:
+        raise InputError(f"load_plan: rank {chosen!r} is outside {topology} with {topology.world_size} ranks")
     if compiled.digest != stated:
         raise InputError(
             f"load_plan: compiles to digest {compiled.digest[:12]}, the file states {str(stated)[:12]}; it was edited"
@@ -151,15 +153,24 @@ class Plan:
         The rank that holds it.
     """
 
-    __slots__ = ("__weakref__", "_model", "_sessions", "compiled", "rank")
+    __slots__ = ("__weakref__", "_agreed", "_model", "_opened", "_sessions", "compiled", "rank")
 
     compiled: Compiled
     rank: int
     _model: Any
     _sessions: dict[str, Session]
+    _opened: dict[str, Any]
+    _agreed: set[frozenset[tuple[str, str]]]
 
     def __init__(self, compiled: Compiled, rank: int, model: Any = None) -> None:
-        for name, value in (("compiled", compiled), ("rank", rank), ("_model", model), ("_sessions", {})):
+        for name, value in (
+            ("compiled", compiled),
+            ("rank", rank),
+            ("_model", model),
+            ("_sessions", {}),
+            ("_opened", {}),
+            ("_agreed", set()),
+        ):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -369,7 +380,7 @@ class Plan:
         Parameters
         ----------
         grads : mapping of str to Tensor
-            Whole gradients by parameter name, of the plan's ``grad_dtype``, contiguous or not.
+            Whole gradients by parameter name: bfloat16, float16 or float32, the same on every rank, contiguous or not.
         unit : str, optional
             One unit; by default all units, for which every trainable parameter must have a gradient.
         divide : float, optional
@@ -398,6 +409,7 @@ class Plan:
                     "for parameters that were not used"
                 )
         session = self._session()
+        self._agree_on_types(known, grads)
         out: dict[str, torch.Tensor] = {}
         for found in held:
             trainable = [i for i, p in enumerate(found.parameters) if p.trainable]
@@ -410,6 +422,31 @@ class Plan:
             out.update({found.parameters[i].name: outs[i] for i in trainable})
         return out
 
+    def _agree_on_types(self, known: Mapping[str, Parameter], grads: Mapping[str, torch.Tensor]) -> None:
+        """Gradients of other types than the plan's must be so on every rank; a rank alone with them gets an error."""
+        other = {
+            name: str(grad.dtype)
+            for name, grad in grads.items()
+            if str(grad.dtype) != f"torch.{known[name].grad_dtype}"
+        }
+        seen = frozenset(other.items())
+        if not other or self.topology.world_size == 1 or seen in self._agreed:
+            return
+        import torch.distributed as dist
+
+        from tide.transport.agreement import agree, control_group, resolve_timeout
+
+        timeout = resolve_timeout(self._opened.get("timeout"))
+        with control_group(dist.group.WORLD, timeout) as control:
+            agree(
+                {f"gradient of {name}": dtype for name, dtype in other.items()},
+                None,
+                control,
+                timeout,
+                "gradient types",
+            )
+        self._agreed.add(seen)
+
     def open(self, transport: str = "auto", **settings: Any) -> Session:
         """Opens the plan's session on a transport; :meth:`all_gather` does it by itself when first called.
 
@@ -417,11 +454,16 @@ class Plan:
         ----------
         transport : str
             ``"host"`` (processes of one machine, CPU tensors), ``"cuda"`` (GPUs of one node), or ``"auto"``:
-            ``"cuda"`` if the process group's device or the model is on a GPU.
+            ``"cuda"`` if the model is on a GPU, or without a model if there is one.
         **settings
             Passed to the transport, such as ``timeout`` in seconds.
         """
-        return self._open("slots", self.compiled, transport, settings)
+        wanted = {"transport": transport, **settings}
+        if self._sessions and wanted != self._opened:
+            raise InputError(f"open: the plan is open with {self._opened}; close() it before opening it with {wanted}")
+        self._opened.clear()
+        self._opened.update(wanted)
+        return self._open("slots", self.compiled)
 
     def close(self) -> None:
         """Frees the arena and everything shared with the peers. Collective; idempotent."""
@@ -434,11 +476,13 @@ class Plan:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open(self, key: str, compiled: Compiled, transport: str, settings: dict[str, Any]) -> Session:
+    def _open(self, key: str, compiled: Compiled) -> Session:
         if key not in self._sessions:
             from tide.session import Session
             from tide.transport import open_transport
 
+            settings = {"transport": "auto", **self._opened}
+            transport = settings.pop("transport")
             if transport == "auto":
                 transport = "cuda" if self._on_gpu() else "host"
             self._sessions[key] = Session(compiled, open_transport(transport, compiled, self.rank, **settings))
@@ -447,9 +491,9 @@ class Plan:
     def _session(self, whole: bool = False) -> Session:
         shared = any(len(slot.units) > 1 for slot in self.compiled.arena.slots)
         if not (whole and shared):
-            return self.open()
+            return self._open("slots", self.compiled)
         own_slots = PlanOptions(**{**self.options.to_dict(), "slots": None})  # type: ignore[arg-type]
-        return self._open("whole", compile_spec(self.spec, self.topology, own_slots), "auto", {})
+        return self._open("whole", compile_spec(self.spec, self.topology, own_slots))
 
     def _on_gpu(self) -> bool:
         if self._model is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -125,8 +126,10 @@ class Session:
             if tensor.dtype is not dtype or tensor.numel() < numel or not tensor.is_contiguous():
                 raise self._wrong_shard(known, key[1], tensor)
             tensors[key] = tensor.detach() if tensor.requires_grad else tensor
+        self._content.pop(slot, None)
+        ticket = self.transport.run(known.gather, Binding(unit, slot, known.group, tensors))
         self._occupant[slot] = self._content[slot] = unit
-        return self.transport.run(known.gather, Binding(unit, slot, known.group, tensors))
+        return ticket
 
     def _wrong_shard(self, known: _Known, index: int, tensor: torch.Tensor) -> InputError:
         parameter = known.parameters[index]
@@ -227,6 +230,11 @@ class Session:
         scale, divisor : float
             The sum is multiplied by ``scale``, then divided by ``divisor``, in float32.
         """
+        if not math.isfinite(scale) or not math.isfinite(divisor) or divisor == 0:
+            raise InputError(
+                f"unit {unit!r}: cannot multiply by {scale} and divide by {divisor}; both must be finite, and the "
+                "divisor not 0"
+            )
         known = self._known(unit)
         tensors: dict[tuple[Buffer, int], torch.Tensor] = {}
         subset = sorted(grads)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,7 +200,7 @@ def make(case: Case, world: int) -> Side:
     return Side(model, case.optimizer(model))
 
 
-def run_case(case: Case, rank: int, world: int) -> str:
+def run_case(case: Case, rank: int, world: int, steps: int = STEPS) -> str:
     """Trains both copies; returns the attachment's report."""
     bounded = world in case.bounded
     stock, attached = make(case, world), make(case, world)
@@ -209,7 +209,7 @@ def run_case(case: Case, rank: int, world: int) -> str:
         for side in (stock, attached):
             if case.prepare is not None:
                 case.prepare(side)
-        for step in range(STEPS):
+        for step in range(steps):
             reductions: dict[int, Any] = {}
             losses = []
             for side in (stock, attached):
@@ -253,15 +253,20 @@ def run_cases(rank: int, world: int, names: tuple[str, ...] = (), part: int = 0,
     """Runs the table's cases for this world size, or a part of them; returns what went wrong, by name."""
     from fsdp_cases import CASES
 
-    failures = {}
     version = torch_version()
     chosen = [
         case for case in CASES if world in case.worlds and (not names or case.name in names) and version >= case.since
     ]
-    for case in chosen[part::parts]:
+    return run_chosen(chosen[part::parts], rank, world, told=bool(names))
+
+
+def run_chosen(cases: Sequence[Case], rank: int, world: int, steps: int = STEPS, told: bool = False) -> dict[str, str]:
+    """Runs these cases; returns what went wrong, by name, and with ``told`` prints how each went."""
+    failures = {}
+    for case in cases:
         since = time.perf_counter()
         try:
-            report = run_case(case, rank, world)
+            report = run_case(case, rank, world, steps)
             wrong = ""
         except Mismatch as error:
             report, wrong = "", str(error)
@@ -271,7 +276,7 @@ def run_cases(rank: int, world: int, names: tuple[str, ...] = (), part: int = 0,
         dist.all_gather_object(everyone, wrong)
         if any(everyone):
             failures[case.name] = "; ".join(f"rank {r}: {text}" for r, text in enumerate(everyone) if text)
-        if names and rank == 0:
+        if told and rank == 0:
             print(
                 f"--- {case.name}: {failures.get(case.name, 'ok')} {time.perf_counter() - since:.1f} s\n{report}",
                 flush=True,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import ModelSpec
@@ -40,6 +41,7 @@ def attach(
     transport: str | TransportFactory = "auto",
     strict: bool = False,
     debug: bool = False,
+    reuse_forward: bool = False,
     slots: int | None = None,
     topology: Topology | None = None,
     options: PlanOptions | None = None,
@@ -61,6 +63,10 @@ def attach(
     debug : bool
         Fill a vacated slot with NaN, so that what is still read from it shows. (Where torch can withhold the
         memory, from 2.12 on, using parameters that are resharded is an error anyway, as with stock FSDP2.)
+    reuse_forward : bool
+        Spare backward the all-gather of units that the forward pass has left in their slots (its last ones): their
+        parameters are then those of the forward pass. Optimizer steps, ``load_state_dict`` and in-place operations
+        on parameters in between are noticed, edits through ``.data`` are not; stock FSDP2 would gather those.
     slots : int, optional
         Slots that units of one kind share; by default what the model's prefetching fills, two at least.
     topology : Topology, optional
@@ -98,7 +104,7 @@ def attach(
                 f"{introspect.class_name(model)}: a forward or backward pass is under way; attach between steps "
                 "(after an exception in a step, reset_iter_state() of torch 2.13 and later ends it)"
             )
-    return Attachment(model, transport, strict, debug, topology, options)
+    return Attachment(model, transport, strict, debug, reuse_forward, topology, options)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -124,7 +130,7 @@ class Attachment:
         The plan in use; None if every group runs stock.
     slots : int
         Slots that units of one kind share.
-    strict, debug : bool
+    strict, debug, reuse_forward : bool
         As given.
     """
 
@@ -134,10 +140,11 @@ class Attachment:
         transport: str | TransportFactory,
         strict: bool,
         debug: bool,
+        reuse_forward: bool,
         topology: Topology | None,
         options: PlanOptions,
     ) -> None:
-        self.strict, self.debug = strict, debug
+        self.strict, self.debug, self.reuse_forward = strict, debug, reuse_forward
         self.slots = options.slots or 0
         self.compiled: Compiled | None = None
         self._model = model
@@ -150,11 +157,13 @@ class Attachment:
         self._fingerprint: tuple[object, ...] = ()
         self._said: set[str] = set()
         self.bindings = 0
-        #: Forward passes of a root that have begun; what was gathered in one is not taken for another's.
+        #: Forward passes of a root that have begun, and steps of any optimizer: what was gathered before one of
+        #: them is not taken for what would be gathered after it.
         self.steps = 0
         self._bind()
         seam.install()
         self._uninstall = weakref.finalize(self, seam.uninstall)
+        self._count_optimizer_steps()
         self._watch()
 
     # What a user asks --------------------------------------------------------------------------
@@ -248,6 +257,7 @@ class Attachment:
             units = {r.name: AttachedUnit(r.name, r.group, self) for r in readings if r.unit is not None}
             for unit in (*self._units.values(), *units.values()):
                 unit.check_movable()
+            self._fingerprint = ()  # if what follows fails, the next step tries again, and does not go on without
             self._unbind()
             if compiled is not None:
                 self._open(compiled, units)
@@ -298,6 +308,17 @@ class Attachment:
             torch.accelerator.synchronize()
             dist.barrier()
         session.close()
+
+    def _count_optimizer_steps(self) -> None:
+        if not self.reuse_forward:
+            return
+        this = weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            if (found := this()) is not None:
+                found.steps += 1
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     # Watching for changes ----------------------------------------------------------------------
 

@@ -247,8 +247,7 @@ class AttachedUnit:
             self.counts.regathered += 1
             return stock()
         shards = [param._sharded_param_data for param in self.params]
-        made_of = self._made_of(shards)
-        if (kept := self._kept(made_of)) is not None:
+        if (kept := self._kept()) is not None:
             self._ticket = kept
             self.counts.kept += 1
             return versions.delivered(Delivered(kept, shards))
@@ -258,22 +257,35 @@ class AttachedUnit:
             stream.wait_stream(copy_in)
         with self._on(stream):
             self._ticket = self.session.all_gather(self.name, shards)
-        self._forward = (self._ticket, made_of) if introspect.is_in_forward(self.group) else None
+        self._forward = (self._ticket, self._made_of()) if introspect.is_in_forward(self.group) else None
         self.counts.gathered += 1
         return versions.delivered(Delivered(self._ticket, shards))
 
-    def _made_of(self, shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Tells whether two all-gathers would deliver the same: every change of a tensor in place has a number."""
-        return (self.attachment.steps, *(-1 if shard.is_inference() else shard._version for shard in shards))
+    def _made_of(self) -> tuple[int, ...]:
+        """What changes when parameters are edited, sharded or whole, in ways that every rank sees alike.
 
-    def _kept(self, made_of: tuple[int, ...]) -> Ticket | None:
+        Optimizers are counted in ``attachment.steps``: they edit the shards behind these version numbers. Edits
+        through ``.data`` leave no trace at all, which is why reuse has to be asked for.
+        """
+        whole = (getattr(param, "_unsharded_param", None) for param in self.params)
+        return (
+            self.attachment.steps,
+            *(param.sharded_param._version for param in self.params),
+            *(-1 if tensor is None else tensor._version for tensor in whole),
+        )
+
+    def _kept(self) -> Ticket | None:
         """The forward pass's all-gather, if backward finds its result still in the slot.
 
         The last units of a forward pass are the first of the backward pass, and nothing has taken their slots.
+        Good for one backward pass.
         """
-        if self._forward is None or not introspect.is_in_backward(self.group) or self._forward[1] != made_of:
+        if not self.attachment.reuse_forward or not introspect.is_in_backward(self.group):
             return None
-        return self._forward[0] if self.session.resume(self.name) else None
+        forward, self._forward = self._forward, None
+        if forward is None or forward[1] != self._made_of():
+            return None
+        return forward[0] if self.session.resume(self.name) else None
 
     def copy_out(self, stock: Callable[[], None]) -> None:
         """FSDP2's copy-out after an all-gather of its own for this unit."""
