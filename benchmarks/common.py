@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tide.transport.cuda import nccl
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -55,7 +57,7 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": nccl.load().version_text,
         "python": platform.python_version(),
         "nvls": os.environ.get("NCCL_NVLS_ENABLE", "unset"),
     }
