@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide.compiler.compile import FORMAT, Compiled, compile_spec, spec_from_dict, spec_to_dict
+from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.options import PlanOptions
 from tide.compiler.read import read
 from tide.compiler.steps import Program
 from tide.compiler.verify import Proof, verify
 from tide.errors import CapabilityError, InputError
-from tide.topology import Links, Topology
+from tide.plan_file import dump_plan, parse_plan
+from tide.topology import Topology
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -111,34 +111,11 @@ def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
     InputError
         If the text is no plan, is of another format version, or does not compile to the digest it states.
     """
-    text = str(source)
-    if not text.lstrip().startswith("{"):
-        try:
-            text = Path(source).read_text()
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise InputError(f"load_plan: no file to read at {text[:80]!r} ({type(error).__name__})") from None
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"load_plan: not JSON ({error}); pass a file that Plan.to_json wrote") from None
-    if not isinstance(data, dict) or "tide_plan" not in data:
-        raise InputError("load_plan: no 'tide_plan' field; pass a file that Plan.to_json wrote")
-    if data["tide_plan"] != FORMAT:
-        raise InputError(
-            f"load_plan: the file is of plan format {data['tide_plan']}, this version reads {FORMAT}; compile it again"
-        )
-    try:
-        topology = Topology(**{**data["topology"], "links": Links(**data["topology"]["links"])})
-        compiled = compile_spec(spec_from_dict(data["spec"]), topology, PlanOptions(**data["options"]))
-        stated, chosen = data["digest"], data["rank"] if rank is None else rank
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise InputError(f"load_plan: the file is damaged ({error!r}); write it again with Plan.to_json") from error
+    compiled, written_for = parse_plan(source)
+    topology = compiled.topology
+    chosen = written_for if rank is None else rank
     if isinstance(chosen, bool) or not isinstance(chosen, int) or not 0 <= chosen < topology.world_size:
         raise InputError(f"load_plan: rank {chosen!r} is outside {topology} with {topology.world_size} ranks")
-    if compiled.digest != stated:
-        raise InputError(
-            f"load_plan: compiles to digest {compiled.digest[:12]}, the file states {str(stated)[:12]}; it was edited"
-        )
     return Plan(compiled, chosen)
 
 
@@ -285,21 +262,7 @@ class Plan:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, also written to ``path`` if given. :func:`load_plan` reads it."""
-        links = self.topology.links
-        data = {
-            "tide_plan": FORMAT,
-            "digest": self.digest,
-            "rank": self.rank,
-            "topology": {
-                "nodes": self.topology.nodes,
-                "gpus_per_node": self.topology.gpus_per_node,
-                "links": {name: getattr(links, name) for name in links.__slots__},
-                "virtual": self.topology.virtual,
-            },
-            "options": self.options.to_dict(),
-            "spec": spec_to_dict(self.spec),
-        }
-        text = json.dumps(data, separators=(",", ":"))
+        text = dump_plan(self.compiled, self.rank)
         if path is not None:
             Path(path).write_text(text)
         return text

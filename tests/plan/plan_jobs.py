@@ -119,6 +119,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         refused("shape", lambda: plan.reduce_scatter({**zeros, "head.bias": torch.zeros(12, dtype=torch.bfloat16)}))
         refused("unknown", lambda: plan.reduce_scatter({**zeros, "tail": torch.zeros(1)}))
         refused("dtype", lambda: plan.reduce_scatter({**zeros, "head.bias": torch.zeros(11, dtype=torch.float64)}))
+        refused("divisor", lambda: plan.reduce_scatter(zeros, divide=0))
+        refused("open", lambda: plan.open("host", timeout=5))
         refused("unit", lambda: plan.all_gather("layers.9"))
         plan.all_gather("layers.0")
         refused("slot", lambda: plan.all_gather("layers.1"))
@@ -127,3 +129,18 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         plan.all_gather("layers.1")
     dist.barrier()
     return messages
+
+
+def different_types(rank: int, world: int) -> str:
+    """Rank 0 reduces float32 gradients, the others bfloat16: bytes would be wrong if nobody noticed."""
+    plan = tide.compile_plan(sharded(world))
+    plan.open("host", timeout=1.5)
+    dtype = torch.float32 if rank == 0 else torch.bfloat16
+    grads = {p.name: torch.ones(p.shape, dtype=dtype) for unit in plan.units for p in unit.parameters}
+    try:
+        plan.reduce_scatter(grads)
+    except tide.TideError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        plan.close()
+    return "no error"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_jobs import Model, refusals, whole_model
+from plan_jobs import Model, different_types, refusals, whole_model
 
 import tide
 from ranks import run_ranks
@@ -36,6 +36,13 @@ def test_refusals_name_the_thing_and_the_remedy() -> None:
         assert "SlotError: unit 'layers.1' needs slot" in messages["slot"]
         assert "'layers.0' still holds" in messages["slot"]
         assert "no shard for layers.1" in messages["shards"]
+        assert "divide by 0.0" in messages["divisor"]
+        assert "close() it before opening it" in messages["open"]
+
+
+def test_ranks_with_gradients_of_different_types_get_an_error_each() -> None:
+    for message in run_ranks(different_types, 2):
+        assert message.startswith("PeerError")
 
 
 def test_plan_is_immutable_and_says_what_it_is() -> None:
@@ -68,8 +75,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             tide.load_plan(damage)
-    with pytest.raises(InputError, match="no file"):
-        tide.load_plan(tmp_path / "none.json")
+    for path in (tmp_path / "none.json", "x" * 5000, tmp_path):
+        with pytest.raises(InputError, match="no file to read"):
+            tide.load_plan(path)
+    with pytest.raises(InputError, match="rank 4 is outside"):
+        tide.load_plan(text, rank=4)
 
 
 def test_running_without_shards_or_process_group() -> None:

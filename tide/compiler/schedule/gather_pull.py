@@ -9,7 +9,7 @@ each step's arrivals are pulled by the node's other ranks while the next step is
 
 from __future__ import annotations
 
-from tide.compiler.schedule.rails import blocks_on_rail, put_batches, rail_steps
+from tide.compiler.schedule.rails import blocks_on_rail, put_batches, seat_of
 from tide.compiler.schedule.unit import UnitContext, bundle_casts, own_casts, storage_transfers
 from tide.compiler.steps import Copy, Lane, Place, Program, Put, Signal, Step, Stream, Wait
 
@@ -25,11 +25,7 @@ def pull_program(context: UnitContext, position: int) -> Program:
         Whose program.
     """
     team = context.team
-    node, local = team.seat(position)
-    row = team.grid[node]
-    # Staggered: at any time each source is read by one rank.
-    peers = [row[(local + j) % team.per_node] for j in range(1, team.per_node)]
-    rail = rail_steps(team.nodes, node)
+    _, local, peers, rail = seat_of(context, position)
 
     main: list[Step] = [Wait(peer, Lane.DONE) for peer in peers]
     main += [Signal(team.grid[step.source][local], Lane.FREE) for step in rail]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tide.compiler.dtypes import itemsize
-from tide.compiler.schedule.rails import put_batches, rail_steps
+from tide.compiler.schedule.rails import put_batches, seat_of
 from tide.compiler.schedule.unit import SPLIT_ALIGNMENT, UnitContext, bundle_casts, own_casts
 from tide.compiler.steps import (
     Buffer,
@@ -54,11 +54,7 @@ def push_program(context: UnitContext, position: int) -> Program:
         Whose program.
     """
     team = context.team
-    node, local = team.seat(position)
-    row = team.grid[node]
-    # Staggered: at any time each rank is written to by one peer.
-    peers = [row[(local + j) % team.per_node] for j in range(1, team.per_node)]
-    rail = rail_steps(team.nodes, node)
+    _, local, peers, rail = seat_of(context, position)
     place: list[Step] = [Signal(peer, Lane.FREE) for peer in peers]
     place += [Signal(team.grid[step.source][local], Lane.FREE) for step in rail]
     main: list[Step] = []

@@ -56,3 +56,24 @@ def put_batches(context: UnitContext, blocks: tuple[int, ...], local: int) -> li
         context.memo[key] = batches(transfers, context.options.put_bytes)
     found: list[tuple[Transfer, ...]] = context.memo[key]
     return found
+
+
+class Seat(NamedTuple):
+    """Where a position sits, and whom it deals with.
+
+    ``peers`` are the others of its node, staggered: at any time each of them is dealt with by one rank only.
+    """
+
+    node: int
+    local: int
+    peers: list[int]
+    rail: list[RailStep]
+
+
+def seat_of(context: UnitContext, position: int) -> Seat:
+    """Seat of a position in its unit's team."""
+    team = context.team
+    node, local = team.seat(position)
+    row = team.grid[node]
+    peers = [row[(local + j) % team.per_node] for j in range(1, team.per_node)]
+    return Seat(node, local, peers, rail_steps(team.nodes, node))
