@@ -136,7 +136,13 @@ def _ranks(text: str) -> list[int]:
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        ranks += range(int(first), int(last if dash else first) + 1)
+        try:
+            found = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            found = range(0)
+        if not found:
+            raise argparse.ArgumentTypeError(f"no ranks in {part!r}; write for example 0,8-15")
+        ranks += found
     return ranks
 
 

@@ -87,11 +87,10 @@ def compile_plan(
     )
     if topology is None:
         topology = Topology.discover(_world_size(spec))
+    if options is not None and not isinstance(options, PlanOptions):
+        raise InputError(f"options: expected tide.PlanOptions, got {type(options).__name__}")
     compiled = compile_spec(spec, topology, options)
-    if rank is None:
-        rank = _current_rank()
-    if not 0 <= rank < topology.world_size:
-        raise InputError(f"rank {rank} is outside {topology} with {topology.world_size} ranks")
+    rank = _checked(_current_rank() if rank is None else rank, topology)
     verify(compiled, full=False)
     return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None)
 
@@ -112,11 +111,7 @@ def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
         If the text is no plan, is of another format version, or does not compile to the digest it states.
     """
     compiled, written_for = parse_plan(source)
-    topology = compiled.topology
-    chosen = written_for if rank is None else rank
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 0 <= chosen < topology.world_size:
-        raise InputError(f"load_plan: rank {chosen!r} is outside {topology} with {topology.world_size} ranks")
-    return Plan(compiled, chosen)
+    return Plan(compiled, _checked(written_for if rank is None else rank, compiled.topology))
 
 
 class Plan:
@@ -482,6 +477,12 @@ class Plan:
                 "shards={name: local shard}"
             )
         return shards
+
+
+def _checked(rank: Any, topology: Topology) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < topology.world_size:
+        raise InputError(f"rank {rank!r} is outside {topology} with {topology.world_size} ranks")
+    return rank
 
 
 def _gib(nbytes: int) -> str:

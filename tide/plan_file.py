@@ -44,6 +44,8 @@ def parse_plan(source: str | Path) -> tuple[Compiled, Any]:
     InputError
         If the text is no plan, is of another format version, or does not compile to the digest it states.
     """
+    if not isinstance(source, str | Path):
+        raise InputError(f"load_plan: expected a path or JSON text, got {type(source).__name__}")
     text = str(source)
     if not text.lstrip().startswith("{"):
         try:

@@ -39,6 +39,12 @@ class Links:
     network_latency: float = 12e-6
     kernel_latency: float = 4e-6
 
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise InputError(f"Links: {name} must be a number above 0, got {value!r}")
+
 
 #: Link figures by name. ``h200`` was measured between two GPUs of one host (network: data sheet only).
 PRESETS: Mapping[str, Links] = {
@@ -48,6 +54,10 @@ PRESETS: Mapping[str, Links] = {
         copy_engine=8e9, network=8e9, memory=1.2e10, signal_latency=3e-5, network_latency=3e-5, kernel_latency=1e-5
     ),
 }
+
+
+#: Most ranks of a topology; more are mistakes.
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +97,19 @@ class Topology:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"Topology: {name} must be a whole number of at least 1, got {value!r}")
+        if self.nodes * self.gpus_per_node > MOST_RANKS:
+            raise InputError(
+                f"Topology: {self.nodes} nodes × {self.gpus_per_node} GPUs are more than {MOST_RANKS:,} ranks; "
+                "check the counts"
+            )
         if isinstance(self.links, str):
             if self.links not in PRESETS:
                 raise InputError(
                     f"Topology: no links preset {self.links!r}; known presets are {', '.join(sorted(PRESETS))}"
                 )
             object.__setattr__(self, "links", PRESETS[self.links])
+        if not isinstance(self.links, Links):
+            raise InputError(f"Topology: links must be Links or a preset's name, got {self.links!r}")
 
     @property
     def world_size(self) -> int:

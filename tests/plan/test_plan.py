@@ -12,8 +12,10 @@ from plan_jobs import Model, different_types, refusals, whole_model
 
 import tide
 from ranks import run_ranks
+from tide.compiler.read import Policy
 from tide.compiler.shapes import model_parameters
 from tide.errors import CapabilityError, InputError
+from tide.topology import Links
 
 FOUR = tide.Topology(nodes=1, gpus_per_node=4)
 
@@ -114,3 +116,31 @@ def test_llama_405b_for_one_rank_of_1024_compiles_in_two_seconds() -> None:
         for collective in ("all_gather", "reduce_scatter"):
             assert len(plan.program(unit.name, collective))
     assert time.process_time() - began < 2.0
+
+
+def test_odd_arguments_are_refused_by_name() -> None:
+    one = tide.Topology(1, 2)
+    for call, message in (
+        (lambda: tide.compile_plan({"w": ((1 << 62,), "float32")}, topology=one), "w: shape .* more than 16 TiB"),
+        (lambda: tide.compile_plan({"w": ((1 << 32, 1 << 32), "float32")}, topology=one), "w: shape"),
+        (lambda: tide.Topology(10**8, 4), "more than 1,048,576 ranks"),
+        (lambda: tide.Topology(1, 2, links=None), "links must be Links"),  # type: ignore[arg-type]
+        (lambda: tide.compile_plan({5: (4, 4), "5": (3,)}, topology=one), "names must be strings, got 5"),
+        (lambda: tide.compile_plan({"w": (4,)}, topology=one, rank="0"), "rank '0' is outside"),  # type: ignore[arg-type]
+        (lambda: tide.compile_plan({"w": (4,)}, topology=one, rank=True), "rank True is outside"),
+        (lambda: tide.compile_plan({"w": (4,)}, topology=one, options={"slots": 2}), "expected tide.PlanOptions"),  # type: ignore[arg-type]
+        (lambda: tide.load_plan(None), "got NoneType"),  # type: ignore[arg-type]
+        (lambda: tide.compile_plan({"w": (4,)}, topology=one).verify(ranks=[]), "no ranks to prove"),
+        (lambda: Policy("int8"), "Policy.param_dtype: int8 is no floating-point type"),
+        (lambda: Links(network=0), "Links: network must be a number above 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def test_units_without_gradients_or_elements_are_planned_and_simulated() -> None:
+    listing = {"a.0.n": ((6,), "int64"), "a.1.z": ((3, 0), "int64"), "a.2.w": ((4, 4), "float32")}
+    plan = tide.compile_plan(listing, topology=tide.Topology(1, 3))
+    plan.verify()
+    assert len(plan.program("a.0", "reduce_scatter")) == 0
+    plan.simulate(seed=1)

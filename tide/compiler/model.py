@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from tide.compiler.dtypes import GRADIENT_DTYPES, itemsize
 from tide.errors import InputError
 
+#: Bytes of the largest parameter; larger shapes are mistakes, and would take for ever to schedule.
+LARGEST = 1 << 44
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -60,8 +63,12 @@ class Parameter:
                 f"{self.name}: cannot shard dim {self.dim} of shape {self.shape}; "
                 f"dim must be in 0..{len(self.shape) - 1}"
             )
-        itemsize(self.dtype, self.name)
-        itemsize(self.shard_dtype, self.name)
+        widest = max(itemsize(self.dtype, self.name), itemsize(self.shard_dtype, self.name))
+        if self.numel * widest > LARGEST:
+            raise InputError(
+                f"{self.name}: shape {self.shape} takes more than {LARGEST >> 40} TiB, the largest parameter that a "
+                "plan can hold; check the shape"
+            )
         for role, dtype in (("gradient", self.grad_dtype), ("reduced gradient", self.out_dtype)):
             if self.grad_dtype is not None and dtype not in GRADIENT_DTYPES:
                 raise InputError(

@@ -187,7 +187,10 @@ class Attachment:
         if not self.attached:
             return
         if any(introspect.is_busy(reading.wrapped.state) for reading in self._readings):
-            raise AttachError("a forward or backward pass is under way; detach between steps")
+            raise AttachError(
+                "a forward or backward pass is under way; detach between steps (after an exception in a step, "
+                "reset_iter_state() of torch 2.13 and later ends it)"
+            )
         for unit in self._units.values():
             unit.check_movable()
         self._unwatch()

@@ -59,6 +59,8 @@ def read_listing(
     """
     groups = shard_mesh(topology, mesh, source)
     rules = Policy.of(policy)
+    if odd := [name for name in listing if not isinstance(name, str)]:
+        raise InputError(f"{source}: parameter names must be strings, got {odd[0]!r}")
     entries = {str(name): _entry(str(name), value) for name, value in listing.items()}
     ignored = dict.fromkeys(ignored_params)
     for name in ignored:

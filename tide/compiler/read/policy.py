@@ -85,7 +85,10 @@ class Policy:
         for field in ("param_dtype", "reduce_dtype", "shard_dtype"):
             value = getattr(self, field)
             if value is not None:
-                object.__setattr__(self, field, dtype_name(value, f"Policy.{field}"))
+                name = dtype_name(value, f"Policy.{field}")
+                if name not in _FLOATING:
+                    raise InputError(f"Policy.{field}: {name} is no floating-point type; parameters are not cast to it")
+                object.__setattr__(self, field, name)
 
     @classmethod
     def of(cls, policy: Any) -> Policy:

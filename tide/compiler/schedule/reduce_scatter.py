@@ -170,7 +170,9 @@ def _capacity(context: UnitContext) -> int:
 
 
 def _fitting(context: UnitContext) -> int:
-    width = max(itemsize(p.grad_dtype) for p in context.unit.parameters if p.grad_dtype is not None)
+    width = max((itemsize(p.grad_dtype) for p in context.unit.parameters if p.grad_dtype is not None), default=0)
+    if not width:  # nothing to reduce: a program without steps
+        return CHUNK_ALIGNMENT
     fits = context.receive.piece // width
     if context.receive.chunk:
         fits = min(fits, context.receive.chunk // 4)

@@ -164,6 +164,8 @@ def verify(
         if collective not in COLLECTIVES:
             raise InputError(f"no collective {collective!r}; there are {' and '.join(COLLECTIVES)}")
     chosen = None if ranks is None else sorted(set(ranks))
+    if chosen is not None and not chosen:
+        raise InputError("verify: no ranks to prove; leave ranks out to prove all of them")
     for rank in chosen or ():
         if not 0 <= rank < compiled.topology.world_size:
             raise InputError(f"rank {rank} is outside {compiled.topology}")

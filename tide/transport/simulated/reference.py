@@ -49,6 +49,8 @@ def random_tensor(shape: Sequence[int], dtype: str, seed: str, payload: str = "n
     random = np.random.default_rng(Random(seed).getrandbits(64))
     kind = to_torch(dtype)
     count = int(np.prod(shape, dtype=np.int64))
+    if not count:
+        return torch.empty(tuple(shape), dtype=kind)
     if dtype == "bool":
         return torch.from_numpy(random.integers(0, 2, count).astype(np.bool_)).reshape(tuple(shape))
     if not kind.is_floating_point:
