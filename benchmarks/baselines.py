@@ -18,16 +18,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nccl_baseline import Communicator
+from tide.fsdp import introspect
 
 
-def _groups(model: nn.Module) -> list[Any]:
-    found = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            found += groups if groups is not None else [state._fsdp_param_group]
-    return [group for group in found if group is not None]
+def groups_of(model: nn.Module) -> list[Any]:
+    """Every parameter group of a ``fully_shard``-ed model."""
+    return [group for wrapped in introspect.wrapped_modules(model) for group in wrapped.groups]
 
 
 class _FreeGather(AllGather):
@@ -48,7 +44,7 @@ class _FreeScatter(ReduceScatter):
 
 def use_free_collectives(model: nn.Module) -> int:
     """Collectives that move nothing; weights and gradients are then wrong, times are a floor."""
-    for group in _groups(model):
+    for group in groups_of(model):
         _remember(group)
         group._all_gather_comm, group._reduce_scatter_comm = _FreeGather(), _FreeScatter()
     return 0
@@ -60,7 +56,7 @@ def _remember(group: Any) -> None:
 
 def detach_baseline(model: nn.Module) -> None:
     """Gives the groups their own collectives back and frees the windows."""
-    for group in _groups(model):
+    for group in groups_of(model):
         if (comms := group.__dict__.pop("_benchmark_comms", None)) is not None:
             group._all_gather_comm, group._reduce_scatter_comm = comms
     while _pools:
@@ -78,7 +74,7 @@ class _WindowPool:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        largest = max(sum(p._sharded_param_data.numel() for p in group.fsdp_params) for group in _groups(model))
+        largest = max(sum(p._sharded_param_data.numel() for p in group.fsdp_params) for group in groups_of(model))
         world = dist.get_world_size()
         sizes = {"gather": (2 * largest * world, 3), "in": (4 * largest * world, 2)}
         self.free: dict[str, list[int]] = {}
@@ -150,7 +146,7 @@ def use_symmetric_memory(model: nn.Module) -> int:
         return 0
     pool = _WindowPool(model)
     _pools.append(pool)
-    for group in _groups(model):
+    for group in groups_of(model):
         _remember(group)
         group._all_gather_comm, group._reduce_scatter_comm = _SymmGather(pool), _SymmScatter(pool)
     return pool.nbytes

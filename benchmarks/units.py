@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 import tide
-from baselines import _groups, detach_baseline, use_symmetric_memory
+from baselines import detach_baseline, groups_of, use_symmetric_memory
 
 VARIANTS = ("stock", "symm", "tide")
 
@@ -54,7 +54,7 @@ class Unit:
             use_symmetric_memory(self.module)
         elif variant == "tide":
             tide.attach(self.module, strict=True)
-        (self.group,) = _groups(self.module)
+        (self.group,) = groups_of(self.module)
         self.whole = [whole[p._param_fqn] for p in self.group.fsdp_params]
         self.rank = dist.get_rank()
         self.grads: list[torch.Tensor] = []

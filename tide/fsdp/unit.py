@@ -257,7 +257,8 @@ class AttachedUnit:
             stream.wait_stream(copy_in)
         with self._on(stream):
             self._ticket = self.session.all_gather(self.name, shards)
-        self._forward = (self._ticket, self._made_of()) if introspect.is_in_forward(self.group) else None
+        reusable = self.attachment.reuse_forward and introspect.is_in_forward(self.group)
+        self._forward = (self._ticket, self._made_of()) if reusable else None
         self.counts.gathered += 1
         return versions.delivered(Delivered(self._ticket, shards))
 
@@ -280,7 +281,7 @@ class AttachedUnit:
         The last units of a forward pass are the first of the backward pass, and nothing has taken their slots.
         Good for one backward pass.
         """
-        if not self.attachment.reuse_forward or not introspect.is_in_backward(self.group):
+        if not introspect.is_in_backward(self.group):
             return None
         forward, self._forward = self._forward, None
         if forward is None or forward[1] != self._made_of():

@@ -19,7 +19,6 @@ factor of a pre-multiplied sum  opaque                  2.13: ``ReduceOp.factor`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -250,11 +249,6 @@ def scale_of(op: Any, group_size: int, divide_factor: float | None) -> tuple[flo
 def with_inputs_event(result: Any, event: Any) -> Any:
     """``foreach_reduce``'s result with another event after which its inputs may be freed."""
     return (result[0], event, *result[2:])
-
-
-def originals() -> dict[str, Callable[..., Any]]:
-    """The functions that are replaced, by name."""
-    return {name: getattr(module, name) for module, name, _ in REPLACED}
 
 
 def torch_name() -> str:

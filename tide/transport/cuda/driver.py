@@ -39,7 +39,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (_INT, _P),
     "cuDeviceGet": (_P, _INT),
     "cuDeviceGetAttribute": (_P, _INT, _INT),
-    "cuDeviceCanAccessPeer": (_P, _INT, _INT),
     "cuDevicePrimaryCtxRetain": (_P, _INT),
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxGetCurrent": (_P,),
@@ -202,10 +201,6 @@ class Driver:
     def attribute(self, number: int) -> int:
         """A device attribute."""
         return self._integer("cuDeviceGetAttribute", number, self.device)
-
-    def can_access(self, other: int) -> bool:
-        """Whether this device may map the memory of another one."""
-        return bool(self._integer("cuDeviceCanAccessPeer", self.device, other))
 
     def _integer(self, name: str, *arguments: int) -> int:
         value = ctypes.c_int()

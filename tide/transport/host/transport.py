@@ -281,6 +281,7 @@ class HostTransport(Transport):
             if not active:
                 return
             if moved:
+                self._doorbells.rested()
                 idle = 0.0
                 continue
             now = time.monotonic()
