@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import median, parser, say, start, table, timed, write
+from common import Results, median, parser, say, start, table, timed
 from models import CASES
 from units import VARIANTS, Unit, copy_engine_rate
 
@@ -142,16 +142,16 @@ def main() -> None:
         for size in [1 << k for k in range(16, 32, 2)] + [1 << 31]:
             label = f"sweep {size >> 20} MiB" if size >> 20 else f"sweep {size >> 10} KiB"
             todo.append((label, lambda size=size: Flat(size)))  # type: ignore[misc]
-    rows: list[dict[str, Any]] = []
+    results = Results("collectives", options.out, copy_engine_gb_s=rates)
     for label, make in todo:
-        begin = len(rows)
+        found: list[dict[str, Any]] = []
         for variant in options.variants.split(","):
-            rows += measure(label, make, variant, options.repeats)
-        for row in rows[begin:]:
-            row["mib"], row["share"] = row["bytes"] / 2**20, row["busbw"] / ceiling
-        rows[begin:] = sorted(rows[begin:], key=lambda row: row["collective"])
-        say(table(rows[begin:], COLUMNS) + "\n")
-    write("collectives", {"copy_engine_gb_s": rates, "rows": rows}, options.out)
+            rows = measure(label, make, variant, options.repeats)
+            for row in rows:
+                row["mib"], row["share"] = row["bytes"] / 2**20, row["busbw"] / ceiling
+            results.add(*rows)
+            found += rows
+        say(table(sorted(found, key=lambda row: row["collective"]), COLUMNS) + "\n")
     dist.destroy_process_group()
 
 

@@ -32,11 +32,11 @@ def start() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def parser(description: str | None, repeats: int = 15) -> argparse.ArgumentParser:
     """Argument parser with the options every benchmark has."""
-    made = argparse.ArgumentParser(description=description)
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, help="JSON file to write; by default below benchmarks/results")
-    made.add_argument("--repeats", type=int, default=15, help="timed repeats of a collective (default 15)")
+    made.add_argument("--repeats", type=int, default=repeats, help=f"timed repeats (default {repeats})")
     return made
 
 
@@ -58,6 +58,7 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "nccl": nccl.load().version_text,
+        "torch_nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "python": platform.python_version(),
         "nvls": os.environ.get("NCCL_NVLS_ENABLE", "unset"),
     }
@@ -70,16 +71,49 @@ def _command(words: list[str]) -> str:
         return ""
 
 
-def write(name: str, rows: Any, out: Path | None) -> Path:
-    """Writes results and facts as JSON on rank 0; returns the path."""
-    made = facts()
-    hardware = f"{made['gpus']}x{made['gpu'].replace('NVIDIA ', '').replace(' ', '-').lower()}"
-    path = out or RESULTS / f"{name}-{hardware}-{made['date'][:10]}.json"
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"benchmark": name, **made, "results": rows}, indent=1) + "\n")
-        print(f"results: {path.name}", flush=True)
-    return path
+class Results:
+    """Rows of a benchmark with the facts of the machine; the file holds what has been measured so far.
+
+    Parameters
+    ----------
+    name : str
+        Name of the benchmark.
+    out : Path, optional
+        JSON file; by default below benchmarks/results, named by benchmark, machine and date.
+    **more
+        Entries of the file beside ``results``.
+    """
+
+    def __init__(self, name: str, out: Path | None, **more: Any) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.more = more
+        self._made = {"benchmark": name, **facts()}
+        hardware = f"{self._made['gpus']}x{self._made['gpu'].replace('NVIDIA ', '').replace(' ', '-').lower()}"
+        self.path = out or RESULTS / f"{name}-{hardware}-{self._made['date'][:10]}.json"
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Takes rows, and writes all of them on rank 0: a run that is cut short leaves what it has."""
+        self.rows += rows
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file on rank 0, at once or not at all."""
+        if dist.get_rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**self._made, **self.more, "results": self.rows}, indent=1)
+            part = self.path.with_suffix(".part")
+            part.write_text(text + "\n")
+            part.replace(self.path)
+
+
+def agreed(value: float) -> float:
+    """The largest of the ranks' values: what follows from a measurement must be the same on every rank.
+
+    A loop whose length each rank takes from its own clock ends in different collectives, and hangs.
+    """
+    tensor = torch.tensor(value, device="cuda", dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
 
 
 #: Clock cycles of the pause before each timed call, about 20 ms: the host then has a lead, as in training.

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tide
 from baselines import detach_baseline, use_free_collectives, use_symmetric_memory
-from common import median, parser, say, start, table, write
+from common import Results, median, parser, say, start, table
 from models import CASES, Case
 from tide.transport.cuda import CudaTransport
 from tide.transport.cuda.ticket import ACCUMULATE_CTAS, PLACE_CTAS, Settings
@@ -129,7 +129,7 @@ def main() -> None:
     arguments.add_argument("--trace", type=Path, help="folder for a profile of each variant's last step")
     options = arguments.parse_args()
     start()
-    rows: list[dict[str, Any]] = []
+    results = Results("step", options.out)
     for name in options.models.split(","):
         case = CASES[name]
         sizes = [int(t) for t in options.tokens.split(",")] if options.tokens else case.tokens
@@ -138,10 +138,9 @@ def main() -> None:
             for _ in range(options.rounds):
                 for variant in options.variants.split(","):
                     runs.setdefault(variant, []).append(run(case, variant, tokens, options.steps, options.trace))
-            rows += summarise(case, tokens, runs)
-            say(table(rows[-len(runs) :], COLUMNS) + "\n")
-    say(table(rows, COLUMNS))
-    write("step", rows, options.out)
+            results.add(*summarise(case, tokens, runs))
+            say(table(results.rows[-len(runs) :], COLUMNS) + "\n")
+    say(table(results.rows, COLUMNS))
     dist.destroy_process_group()
 
 
