@@ -3,6 +3,10 @@
 On torch 2.12 and newer, symmetric memory is FSDP2's own switch. On 2.11 the same is built through
 FSDP2's hooks for custom collectives: flat buffers in NCCL windows, all-gather by copy engine (CTA policy
 zero), reduce-scatter by NCCL's symmetric kernels. That needs NCCL 2.31 or newer in the process.
+
+The reduce-scatter is float32, as FSDP2 has it, and reads the peers' inputs in a window of a communicator of its
+own. A CTA policy does not matter to it (no copy engine adds), the number of CTAs does: NCCL takes the fewest that
+its cost model, with 44 GB/s a CTA on Hopper, finds enough. `SCATTERS` has the choices.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nccl_baseline import Communicator
+from nccl_baseline import DEFAULT, ZERO_CTA, Communicator
 from tide.fsdp import introspect
 
 
@@ -66,40 +70,57 @@ def detach_baseline(model: nn.Module) -> None:
 _pools: list[_WindowPool] = []
 
 
+#: Reduce-scatters of the symmetric baseline: the communicator's CTA policy, and CTAs (None: NCCL's own choice).
+SCATTERS: dict[str, tuple[int, int | None]] = {
+    "zero": (ZERO_CTA, None),  # as the all-gather's
+    "own": (DEFAULT, None),
+}
+#: Leaves the reduce-scatter to FSDP2 and NCCL's ordinary kernels.
+ORDINARY = "stock"
+#: What plain ``symm`` takes: a communicator with policy default whose kernels get this many CTAs, 64 at most.
+SCATTER = "32"
+
+
 class _WindowPool:
     """Flat buffers in one NCCL window, handed out again when no tensor uses them any more.
 
     FSDP2 drops its reference to a flat buffer only after the streams that could write the next one have waited
     for its last reader, so a free reference count is also the right order on the streams.
+
+    Parameters
+    ----------
+    model : Module
+        Sizes the buffers, for the largest group.
+    itemsize : int
+        Bytes of an element.
+    count : int
+        Buffers.
+    policy, ctas : int, int or None
+        CTA policy of the window's communicator, and how many its kernels get.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, itemsize: int, count: int, policy: int, ctas: int | None = None) -> None:
         largest = max(sum(p._sharded_param_data.numel() for p in group.fsdp_params) for group in groups_of(model))
-        world = dist.get_world_size()
-        sizes = {"gather": (2 * largest * world, 3), "in": (4 * largest * world, 2)}
-        self.free: dict[str, list[int]] = {}
-        offset = 0
-        for kind, (size, count) in sizes.items():
-            self.free[kind] = [offset + index * _round(size) for index in range(count)]
-            offset += count * _round(size)
-        self.nbytes = offset
-        self.comm = Communicator(offset)
-        self.live: dict[str, list[tuple[Any, int]]] = {kind: [] for kind in sizes}
+        size = _round(itemsize * largest * dist.get_world_size())
+        self.nbytes = count * size
+        self.free = [index * size for index in range(count)]
+        self.live: list[tuple[Any, int]] = []
+        self.comm = Communicator(self.nbytes, policy, ctas)
 
-    def take(self, kind: str, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of ``size`` elements in a buffer that nobody uses."""
         still = []
-        for storage, place in self.live[kind]:
+        for storage, place in self.live:
             if storage.expired():
-                self.free[kind].append(place)
+                self.free.append(place)
             else:
                 still.append((storage, place))
-        self.live[kind] = still
-        if not self.free[kind]:
-            raise RuntimeError(f"symmetric-memory baseline: all {kind} buffers are in use")
-        place = self.free[kind].pop(0)
+        self.live = still
+        if not self.free:
+            raise RuntimeError("symmetric-memory baseline: all buffers are in use")
+        place = self.free.pop(0)
         tensor = self.comm.tensor(place, int(torch.Size(size).numel()), dtype)
-        self.live[kind].append((StorageWeakRef(tensor.untyped_storage()), place))
+        self.live.append((StorageWeakRef(tensor.untyped_storage()), place))
         return tensor.view(*size)
 
     def close(self) -> None:
@@ -116,7 +137,7 @@ class _SymmGather(AllGather):
         self.pool = pool
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.pool.take("gather", size, dtype)
+        return self.pool.take(size, dtype)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
         self.pool.comm.all_gather(input_tensor, output_tensor)
@@ -129,14 +150,22 @@ class _SymmScatter(ReduceScatter):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         first, self.first = self.first, not self.first
-        return self.pool.take("in", size, dtype) if first else torch.empty(*size, dtype=dtype, device=device)
+        return self.pool.take(size, dtype) if first else torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.pool.comm.reduce_scatter_mean(input_tensor, output_tensor)
 
 
-def use_symmetric_memory(model: nn.Module) -> int:
-    """FSDP2 on symmetric memory; returns the bytes of its windows (0 where torch's allocator counts them)."""
+def use_symmetric_memory(model: nn.Module, scatter: str = "") -> int:
+    """FSDP2 on symmetric memory; returns the bytes of its windows (0 where torch's allocator counts them).
+
+    Parameters
+    ----------
+    model : Module
+        ``fully_shard``-ed.
+    scatter : str
+        One of `SCATTERS`, a number of CTAs, or ``"stock"``; `SCATTER` by default. torch's own switch has no choice.
+    """
     root: Any = model
     if hasattr(root, "set_symm_mem_for_comm"):
         for module in model.modules():
@@ -144,9 +173,15 @@ def use_symmetric_memory(model: nn.Module) -> int:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_symm_mem_for_comm()
         return 0
-    pool = _WindowPool(model)
-    _pools.append(pool)
+    scatter = scatter or SCATTER
+    gather_pool = _WindowPool(model, 2, 3, ZERO_CTA)
+    _pools.append(gather_pool)
+    if scatter != ORDINARY:
+        policy, ctas = SCATTERS[scatter] if scatter in SCATTERS else (DEFAULT, int(scatter))
+        _pools.append(_WindowPool(model, 4, 2, policy, ctas))
     for group in groups_of(model):
         _remember(group)
-        group._all_gather_comm, group._reduce_scatter_comm = _SymmGather(pool), _SymmScatter(pool)
-    return pool.nbytes
+        group._all_gather_comm = _SymmGather(gather_pool)
+        if scatter != ORDINARY:
+            group._reduce_scatter_comm = _SymmScatter(_pools[-1])
+    return sum(pool.nbytes for pool in _pools)

@@ -3,8 +3,11 @@
 usage: torchrun --nproc-per-node 2 benchmarks/collectives.py [--sweep]
 
 algbw = bytes of the whole unit in bf16 ÷ time; busbw = algbw × (n − 1) ÷ n; ceiling = busbw ÷ the rate of
-peer copies by copy engine measured in the same run. ``SM ms`` = CTAs × duration of all kernels of one call,
-from a profile, in SM-milliseconds ÷ 1 (CTAs are counted up to the number of SMs).
+peer copies by copy engine measured in the same run. ``predicted`` is what TIDE's cost model makes of the plan with
+the push rate of that run. ``SM ms`` = CTAs × duration of all kernels of one call, from a profile (CTAs are counted
+up to the number of SMs). Host time in microseconds: ``host`` of the whole call right after an idle pause, FSDP2's
+part included; ``in a row`` the same when calls follow each other; ``issue`` what of that is the collective itself
+(c10d's call, NCCL's, or TIDE's transport).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import Results, median, parser, say, start, table, timed
+from common import PAUSE, Results, median, parser, say, start, table, timed
 from models import CASES
-from units import VARIANTS, Unit, copy_engine_rate
+from units import COLLECTIVES, VARIANTS, Unit, copy_engine_rate
+from variants import parse
 
 
 class Flat(nn.Module):
@@ -55,53 +59,81 @@ def kernels(call: Callable[[], Any]) -> tuple[float, int, int]:
     return total, most, count
 
 
-def measure(label: str, make: Callable[[], nn.Module], variant: str, repeats: int) -> list[dict[str, Any]]:
+def in_a_row(unit: Unit, collective: str, prepare: Callable[[], None], call: Callable[[], None]) -> tuple[float, float]:
+    """Host microseconds of a call, and of the issue inside of it, when several follow each other; medians.
+
+    The device waits behind a pause, so that the host never waits for it, and nothing is cold.
+    """
+    whole, inside = [], []
+    with unit.issue_times(collective) as issued:
+        for _ in range(3):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda._sleep(PAUSE)
+            for index in range(6):
+                prepare()
+                before, began = len(issued), time.perf_counter()
+                call()
+                if index:
+                    whole.append((time.perf_counter() - began) * 1e6)
+                    inside.append(sum(issued[before:]))
+    torch.cuda.synchronize()
+    return median(whole), median(inside)
+
+
+def measure(
+    label: str, make: Callable[[], nn.Module], variant: str, repeats: int, rates: dict[str, float]
+) -> Iterator[dict[str, Any]]:
     """Rows of one unit under one variant."""
     unit = Unit(make, variant)
     world = dist.get_world_size()
-    rows = []
-    for collective in ("all-gather", "reduce-scatter"):
+    ceiling = max(rates.values())
+    for collective in COLLECTIVES:
         gathers = collective == "all-gather"
+        prepare, work = (unit.free, unit.gather) if gathers else (unit.prepare_reduce, unit.reduce)
         host: list[float] = []
 
-        def call(gathers: bool = gathers, host: list[float] = host) -> None:
+        def call(work: Callable[[], None] = work, host: list[float] = host) -> None:
             began = time.perf_counter()
-            (unit.gather if gathers else unit.reduce)()
+            work()
             host.append((time.perf_counter() - began) * 1e6)
 
-        prepare = unit.free if gathers else unit.prepare_reduce
-        times = []
-        for turn in range(repeats + 3):
+        for _ in range(3):
             prepare()
-            times += timed(call, repeats=1, warmup=0) if turn >= 3 else (call(), [])[1]
+            work()
+        times = []
+        for _ in range(repeats):
+            prepare()
+            times += timed(call, repeats=1, warmup=0)
+        row_us, issue_us = in_a_row(unit, collective, prepare, work)
         prepare()
-        sm_ms, ctas, count = kernels(call)
-        if gathers:
-            wrong = unit.wrong_gather()
-        else:
-            wrong = unit.wrong_reduce()
+        sm_ms, ctas, count = kernels(work)
+        wrong = unit.wrong_gather() if gathers else unit.wrong_reduce()
         ms = median(times)
         algbw = unit.nbytes / ms / 1e6
-        rows.append(
-            {
-                "unit": label,
-                "bytes": unit.nbytes,
-                "collective": collective,
-                "variant": variant,
-                "ms": ms,
-                "min_ms": min(times),
-                "max_ms": max(times),
-                "algbw": algbw,
-                "busbw": algbw * (world - 1) / world,
-                "wrong": wrong,
-                "sm_ms": sm_ms,
-                "ctas": ctas,
-                "kernels": count,
-                "host_us": median(host[3:]),
-            }
-        )
+        busbw = algbw * (world - 1) / world
+        yield {
+            "unit": label,
+            "bytes": unit.nbytes,
+            "mib": unit.nbytes / 2**20,
+            "collective": collective,
+            "variant": variant,
+            "ms": ms,
+            "min_ms": min(times),
+            "max_ms": max(times),
+            "predicted_ms": unit.predicted_ms(collective, max(rates["push"], rates.get("push to all", 0.0)) * 1e9),
+            "algbw": algbw,
+            "busbw": busbw,
+            "share": busbw / ceiling,
+            "wrong": wrong,
+            "sm_ms": sm_ms,
+            "ctas": ctas,
+            "kernels": count,
+            "host_us": median(host),
+            "row_us": row_us,
+            "issue_us": issue_us,
+        }
     unit.close()
-    return rows
 
 
 COLUMNS = [
@@ -110,6 +142,7 @@ COLUMNS = [
     ("collective", "collective", ""),
     ("variant", "variant", ""),
     ("ms", "ms", ".3f"),
+    ("predicted_ms", "predicted", ".3f"),
     ("algbw", "algbw", ".1f"),
     ("busbw", "busbw", ".1f"),
     ("share", "of ceiling", ".1%"),
@@ -118,6 +151,8 @@ COLUMNS = [
     ("ctas", "CTAs", "d"),
     ("kernels", "kernels", "d"),
     ("host_us", "host µs", ".0f"),
+    ("row_us", "in a row", ".0f"),
+    ("issue_us", "issue", ".0f"),
 ]
 
 
@@ -125,18 +160,18 @@ def main() -> None:
     """Runs the benchmark."""
     arguments = parser(__doc__)
     arguments.add_argument("--sweep", action="store_true", help="also 64 KiB to 2 GiB")
-    arguments.add_argument("--models", default="llama,qwen3,wan")
-    arguments.add_argument("--variants", default=",".join(VARIANTS))
+    arguments.add_argument("--models", default="llama,qwen3,wan", help="none for the sweep alone")
+    arguments.add_argument("--variants", default=",".join(VARIANTS), help="see variants.py")
     options = arguments.parse_args()
+    variants = options.variants.split(",")
+    for variant in variants:
+        parse(variant)
     start()
     rates = copy_engine_rate()
-    ceiling = max(rates.values())
-    say(
-        f"peer copies by copy engine, 1 GiB, all ranks at once: pull {rates['pull']:.1f}, "
-        f"push {rates['push']:.1f} GB/s; the larger is the ceiling\n"
-    )
+    figures = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+    say(f"peer copies by copy engine, 1 GiB, all ranks at once: {figures} GB/s; the largest is the ceiling\n")
     todo: list[tuple[str, Callable[[], nn.Module]]] = []
-    if options.models:
+    if options.models != "none":
         todo = [(CASES[name].name + " block", CASES[name].make) for name in options.models.split(",")]
     if options.sweep:
         for size in [1 << k for k in range(16, 32, 2)] + [1 << 31]:
@@ -144,14 +179,12 @@ def main() -> None:
             todo.append((label, lambda size=size: Flat(size)))  # type: ignore[misc]
     results = Results("collectives", options.out, copy_engine_gb_s=rates)
     for label, make in todo:
-        found: list[dict[str, Any]] = []
-        for variant in options.variants.split(","):
-            rows = measure(label, make, variant, options.repeats)
-            for row in rows:
-                row["mib"], row["share"] = row["bytes"] / 2**20, row["busbw"] / ceiling
-            results.add(*rows)
-            found += rows
-        say(table(sorted(found, key=lambda row: row["collective"]), COLUMNS) + "\n")
+        begin = len(results.rows)
+        for variant in variants:
+            for row in measure(label, make, variant, options.repeats, rates):
+                results.add(row)
+                say(f"  {label}, {row['collective']}, {variant}: {row['ms']:.3f} ms")
+        say(table(sorted(results.rows[begin:], key=lambda row: row["collective"]), COLUMNS) + "\n")
     dist.destroy_process_group()
 
 

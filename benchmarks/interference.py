@@ -26,12 +26,12 @@ import torch.nn.functional as F
 
 from common import Results, agreed, median, parser, say, start, table, timed
 from models import CASES
-from units import VARIANTS, Unit
+from units import COLLECTIVES, VARIANTS, Unit
+from variants import parse
 
 #: Clock cycles in a millisecond, about; and the pause that the first calls get.
 MILLISECOND = 2_000_000
 FIRST_PAUSE = 20 * MILLISECOND
-COLLECTIVES = ("all-gather", "reduce-scatter")
 GEMMS = {
     "one-wave": ("GEMM 1536×1408×8192 (one wave)", 1536, 1408, 8192),
     "few-waves": ("GEMM 2048×2048×8192 (few waves)", 2048, 2048, 8192),
@@ -191,12 +191,14 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the benchmark."""
     arguments = parser(__doc__, repeats=7)
-    arguments.add_argument("--variants", default=",".join(VARIANTS))
+    arguments.add_argument("--variants", default=",".join(VARIANTS), help="see variants.py")
     arguments.add_argument("--kernels", default=",".join(KERNELS), help=f"of {', '.join(KERNELS)}")
     arguments.add_argument("--collectives", default=",".join(COLLECTIVES))
     arguments.add_argument("--model", default="llama", choices=list(CASES))
     arguments.add_argument("--share", type=float, default=0.7, help="of the collective's time that kernels fill")
     options = arguments.parse_args()
+    for variant in options.variants.split(","):
+        parse(variant)
     began = time.perf_counter()
     start()
     results = Results("interference", options.out, model=CASES[options.model].name, share=options.share)

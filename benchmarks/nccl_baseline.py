@@ -1,4 +1,4 @@
-"""A communicator with copy-engine all-gather and symmetric reduce-scatter: what the baseline needs of NCCL."""
+"""A communicator with a window, for all-gathers by copy engine or for symmetric reduce-scatters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tide.transport.cuda import nccl
 from tide.transport.cuda.arena import tensor_at
 
 UNSET = -(2**31)
-ZERO_CTA = 2
+#: CTA policies: NCCL's own choice, and copy engines where they can do it.
+DEFAULT, ZERO_CTA = 0, 2
 SYMMETRIC = 1
 NCCL_AVG = 4
 DTYPES = {torch.uint8: 1, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -42,9 +43,13 @@ class Communicator:
     ----------
     nbytes : int
         Bytes of the window, the same on every rank.
+    policy : int
+        CTA policy.
+    ctas : int, optional
+        CTAs of its kernels; by default as many as NCCL takes.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, policy: int, ctas: int | None = None) -> None:
         if reason := nccl.unusable():
             raise RuntimeError(f"symmetric-memory baseline: {reason}")
         self.library = nccl.load()
@@ -58,8 +63,10 @@ class Communicator:
             values = getattr(config, field)
             for index in range(len(values)):
                 values[index] = UNSET
-        config.collnet, config.cta_policy = UNSET, ZERO_CTA
+        config.collnet, config.cta_policy = UNSET, policy
         config.numbers[0] = 1  # blocking
+        if ctas is not None:
+            config.numbers[2] = config.numbers[3] = ctas
         identity = [self.library.unique_id() if dist.get_rank() == 0 else b""]
         dist.broadcast_object_list(identity, 0)
         self.comm, self.window, memory = pointer(), pointer(), pointer()

@@ -7,7 +7,10 @@ place), so that each variant is timed with all that it really does: casts, packi
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +20,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-import tide
-from baselines import detach_baseline, groups_of, use_symmetric_memory
+from baselines import groups_of
+from tide.compiler.cost import predict
+from tide.transport.agreement import control_group
+from tide.transport.cuda.arena import open_arena, tensor_at
+from variants import parse, set_up, tear_down
 
 VARIANTS = ("stock", "symm", "tide")
+COLLECTIVES = ("all-gather", "reduce-scatter")
+
+
+class _Clocked:
+    """A comm object of FSDP2 that notes the microseconds of its calls."""
+
+    def __init__(self, inner: Any, found: list[float]) -> None:
+        self.inner, self.found, self.allocate = inner, found, inner.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = self.inner(*args, **kwargs)
+        self.found.append((time.perf_counter() - begin) * 1e6)
+        return result
 
 
 class Unit:
@@ -31,13 +51,13 @@ class Unit:
     make : callable
         Builds the module on the CUDA device.
     variant : str
-        ``stock``, ``symm`` or ``tide``.
+        What it runs on, as :mod:`variants` reads it.
     """
 
     def __init__(self, make: Callable[[], nn.Module], variant: str) -> None:
         gc.collect()
         torch.cuda.empty_cache()
-        self.variant = variant
+        self.variant = parse(variant)
         with torch.device("cuda"):
             self.module: Any = make()
             for index, parameter in enumerate(self.module.parameters()):
@@ -50,10 +70,7 @@ class Unit:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         fully_shard(self.module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self.module._get_fsdp_state()._lazy_init()
-        if variant == "symm":
-            use_symmetric_memory(self.module)
-        elif variant == "tide":
-            tide.attach(self.module, strict=True)
+        _, self.attachment = set_up(self.module, self.variant, reuse_forward=False)
         (self.group,) = groups_of(self.module)
         self.whole = [whole[p._param_fqn] for p in self.group.fsdp_params]
         self.rank = dist.get_rank()
@@ -111,13 +128,50 @@ class Unit:
                 bad += ((shard[begin : begin + 4096].double() - sum(part) / world).abs() > bound).sum()
         return _total(bad)
 
+    @contextmanager
+    def issue_times(self, collective: str) -> Iterator[list[float]]:
+        """Microseconds of each call in which the collective itself is issued: c10d's, NCCL's, or TIDE's transport."""
+        found: list[float] = []
+        if self.attachment is None:
+            name = "_all_gather_comm" if collective == "all-gather" else "_reduce_scatter_comm"
+            inner = getattr(self.group, name)
+            setattr(self.group, name, _Clocked(inner, found))
+            try:
+                yield found
+            finally:
+                setattr(self.group, name, inner)
+            return
+        transport = self.attachment._session.transport
+        run, wanted = transport.run, collective.replace("-", "_")
+
+        def clocked(program: Any, binding: Any) -> Any:
+            begin = time.perf_counter()
+            ticket = run(program, binding)
+            if program.collective == wanted:
+                found.append((time.perf_counter() - begin) * 1e6)
+            return ticket
+
+        transport.run = clocked
+        try:
+            yield found
+        finally:
+            del transport.run
+
+    def predicted_ms(self, collective: str, copy_engine: float) -> float | None:
+        """What TIDE's cost model expects, at ``copy_engine`` bytes per second; None for other variants."""
+        if self.attachment is None:
+            return None
+        compiled = self.attachment.compiled
+        links = replace(compiled.topology.links, copy_engine=copy_engine)
+        compiled = replace(compiled, topology=replace(compiled.topology, links=links))
+        unit = compiled.spec.units[0].name
+        return predict(compiled, unit, collective.replace("-", "_"), self.rank).seconds * 1e3
+
     def close(self) -> None:
         """Detaches the variant and drops the module."""
         torch.cuda.synchronize()
         self.module.reshard()
-        if self.variant == "tide":
-            tide.detach(self.module)
-        detach_baseline(self.module)
+        tear_down(self.module, self.variant)
         self.__dict__.clear()
 
 
@@ -128,29 +182,60 @@ def _total(count: Any) -> int:
 
 
 def copy_engine_rate(nbytes: int = 1 << 30) -> dict[str, float]:
-    """Peer copies by copy engine on this machine, in GB/s: every rank pulls from, then pushes to the next one."""
-    import torch.distributed._symmetric_memory as symmetric
+    """Copies to and from peers by copy engine on this machine, all ranks at once, in GB/s of the slowest rank.
 
-    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-    handle = symmetric.rendezvous(buffer, dist.group.WORLD)
-    peer = (dist.get_rank() + 1) % dist.get_world_size()
-    remote = handle.get_buffer(peer, (nbytes,), torch.uint8)
-    local = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    rates = {}
-    for name, source, target in (("pull", remote, local), ("push", local, remote)):
-        times = []
-        for _ in range(8):
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with torch.cuda.stream(stream):
-                begin.record()
-                target.copy_(source)
-                end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        rate = torch.tensor(nbytes / min(times) / 1e6, device="cuda")
-        dist.all_reduce(rate, dist.ReduceOp.MIN)
-        rates[name] = float(rate)
+    ``pull`` from and ``push`` to the next rank. With more than two ranks also ``push to all``, the peers in turn,
+    each rank beginning with the one after it, as TIDE's programs do; and ``push to all at once``, on a stream each.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    peers = [(rank + 1 + turn) % world for turn in range(world - 1)]
+    part = nbytes // len(peers) // 4096 * 4096
+    with control_group(dist.group.WORLD, 60.0) as control:
+        arena = open_arena(nbytes, rank, device, dist.group.WORLD, control, 60.0)
+
+        def memory(peer: int, offset: int, size: int) -> torch.Tensor:
+            return tensor_at(arena.addresses[peer] + offset, size, torch.uint8, device, arena.owner)
+
+        local = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        streams = [torch.cuda.Stream() for _ in peers]
+        following = memory(peers[0], 0, nbytes)
+        # Each rank has a part of its own in every peer's memory.
+        parts = [
+            (memory(p, (rank - p) % world * part - part, part), local[i * part :][:part]) for i, p in enumerate(peers)
+        ]
+        jobs = {"pull": [(streams[0], local, following)], "push": [(streams[0], following, local)]}
+        if world > 2:
+            jobs["push to all"] = [(streams[0], target, source) for target, source in parts]
+            jobs["push to all at once"] = [(s, *pair) for s, pair in zip(streams, parts, strict=True)]
+        rates = {name: _copy_rate(job) for name, job in jobs.items()}
+        torch.cuda.synchronize()
+        dist.barrier()
+        arena.close()
     return rates
+
+
+def _copy_rate(job: list[tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]], repeats: int = 8) -> float:
+    """GB/s of copies on their streams, from the first's begin to the last's end; the slowest rank's best."""
+    times = []
+    first, others = job[0][0], [stream for stream, _, _ in job[1:]]
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(2_000_000)  # the host issues all of them meanwhile
+            begin.record()
+        for stream in others:
+            stream.wait_event(begin)
+        for stream, target, source in job:
+            with torch.cuda.stream(stream):
+                target.copy_(source)
+        for stream in others:
+            first.wait_stream(stream)
+        end.record(first)
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    rate = torch.tensor(sum(target.numel() for _, target, _ in job) / min(times) / 1e6, device="cuda")
+    dist.all_reduce(rate, dist.ReduceOp.MIN)
+    return float(rate)
