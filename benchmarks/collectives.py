@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from common import PAUSE, Results, median, parser, say, start, table, timed
+from copy_rate import copy_engine_rate
 from models import CASES
-from units import COLLECTIVES, VARIANTS, Unit, copy_engine_rate
+from units import COLLECTIVES, VARIANTS, Unit
 from variants import parse
 
 

@@ -58,7 +58,6 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "nccl": nccl.load().version_text,
-        "torch_nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "python": platform.python_version(),
         "nvls": os.environ.get("NCCL_NVLS_ENABLE", "unset"),
     }

@@ -148,7 +148,10 @@ def _inside(session: Any, unit: str, shards: Sequence[torch.Tensor]) -> list[flo
 
 
 def signal_times(bench: Bench, out: dict[str, Any]) -> None:
-    """Microseconds from a signal to the end of the peer's wait, by stream write and by copy, idle and loaded."""
+    """Microseconds from a signal to the end of the peer's wait, by stream write and by copy, idle and loaded.
+
+    The signal goes round through all ranks; a round is one way from each to the next.
+    """
     if bench.world < 2:
         return
     size, rounds = 1 << 28, 100
@@ -188,7 +191,7 @@ def signal_times(bench: Bench, out: dict[str, Any]) -> None:
                 end.record(outside)
                 torch.cuda.synchronize()
                 dist.barrier()
-                results.append(begin.elapsed_time(end) * 1e3 / (rounds - 1) / 2)
+                results.append(begin.elapsed_time(end) * 1e3 / (rounds - 1) / bench.world)
             key = f"{mode}, {'loaded' if loaded else 'idle'}"
             out[key] = round(statistics.median(results), 2)
             bench.say(f"signals  {key:<16} {out[key]:6.2f} us one way")

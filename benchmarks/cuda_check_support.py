@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import platform
 import random
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from copy_rate import copy_engine_rate
 from tide.compiler.compile import compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
@@ -212,26 +212,10 @@ class Bench:
         return round(min(found) * 1e6, 1)
 
     def measure_ceiling(self, out: dict[str, Any]) -> None:
-        """Copies of 1 GiB between neighbours, both directions at once, pulled and pushed."""
-        size = 1 << 30
-        session = self.session({"room": (Parameter("room.weight", (self.world, size)),)}, PlanOptions(slots=1))
-        transport: Any = session.transport
-        driver, rank = transport.driver, self.rank
-        own = transport.arena.addresses[rank]
-        peer = transport.arena.addresses[(rank + 1) % self.world]
-        driver.check(driver.fill(own, 1, size, transport.stream("check")), "fill")
-        for label, dst, src in (("pull", own + size, peer), ("push", peer + size, own)):
-            arrays = [(ctypes.c_int64 * 1)(value) for value in (dst, src, size)]
-            stream = transport.stream("check")
-            outside = torch.cuda.ExternalStream(stream)
-
-            def copy(arrays: Any = arrays, stream: int = stream, outside: Any = outside) -> None:
-                outside.wait_stream(torch.cuda.current_stream())
-                driver.check(driver.copy_batch(*map(ctypes.addressof, arrays), 1, stream), "copy")
-                torch.cuda.current_stream().wait_stream(outside)
-
-            rate = size / self.timed(copy, 7) / 1e9
-            out[f"{label} GB/s"] = round(rate, 1)
-            self.ceiling = max(self.ceiling, rate)
+        """Copies of 1 GiB between neighbours and to all peers, by all ranks at once."""
+        if self.world < 2:
+            return
+        rates = copy_engine_rate(provider=self.provider)
+        out.update({f"{name} GB/s": round(rate, 1) for name, rate in rates.items()})
+        self.ceiling = max(rates.values())
         self.say(f"ceiling  {out}")
-        session.close()

@@ -258,17 +258,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     times = host()
-    rows = [ceiling(options)]
-    show(rows)
+    rows: list[dict[str, Any]] = []
+
+    def take(found: list[dict[str, Any]], shown: Sequence[dict[str, Any]]) -> None:
+        rows.extend(found)
+        show(shown)
+        if options.out is not None:
+            made = {"benchmark": "kernels", **facts(), "mib": options.mib, "host_us": times, "results": rows}
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(made, indent=1) + "\n")
+
+    found = [ceiling(options)]
+    take(found, found)
     for pieces in (2, 8):
-        rows += accumulate(pieces, options)
-        show(rows[-1:])
-    rows += place(options)
-    show([found for found in rows if found["what"].startswith("torch")])
-    if options.out is not None:
-        made = {"benchmark": "kernels", **facts(), "mib": options.mib, "host_us": times, "results": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+        found = accumulate(pieces, options)
+        take(found, found[-1:])
+    found = place(options)
+    take(found, [entry for entry in found if entry["what"].startswith("torch")])
 
 
 if __name__ == "__main__":

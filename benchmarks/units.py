@@ -22,8 +22,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from baselines import groups_of
 from tide.compiler.cost import predict
-from tide.transport.agreement import control_group
-from tide.transport.cuda.arena import open_arena, tensor_at
 from variants import parse, set_up, tear_down
 
 VARIANTS = ("stock", "symm", "tide")
@@ -179,63 +177,3 @@ def _total(count: Any) -> int:
     tensor = torch.as_tensor(count, device="cuda", dtype=torch.int64).clone()
     dist.all_reduce(tensor)
     return int(tensor)
-
-
-def copy_engine_rate(nbytes: int = 1 << 30) -> dict[str, float]:
-    """Copies to and from peers by copy engine on this machine, all ranks at once, in GB/s of the slowest rank.
-
-    ``pull`` from and ``push`` to the next rank. With more than two ranks also ``push to all``, the peers in turn,
-    each rank beginning with the one after it, as TIDE's programs do; and ``push to all at once``, on a stream each.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
-    peers = [(rank + 1 + turn) % world for turn in range(world - 1)]
-    part = nbytes // len(peers) // 4096 * 4096
-    with control_group(dist.group.WORLD, 60.0) as control:
-        arena = open_arena(nbytes, rank, device, dist.group.WORLD, control, 60.0)
-
-        def memory(peer: int, offset: int, size: int) -> torch.Tensor:
-            return tensor_at(arena.addresses[peer] + offset, size, torch.uint8, device, arena.owner)
-
-        local = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        streams = [torch.cuda.Stream() for _ in peers]
-        following = memory(peers[0], 0, nbytes)
-        # Each rank has a part of its own in every peer's memory.
-        parts = [
-            (memory(p, (rank - p) % world * part - part, part), local[i * part :][:part]) for i, p in enumerate(peers)
-        ]
-        jobs = {"pull": [(streams[0], local, following)], "push": [(streams[0], following, local)]}
-        if world > 2:
-            jobs["push to all"] = [(streams[0], target, source) for target, source in parts]
-            jobs["push to all at once"] = [(s, *pair) for s, pair in zip(streams, parts, strict=True)]
-        rates = {name: _copy_rate(job) for name, job in jobs.items()}
-        torch.cuda.synchronize()
-        dist.barrier()
-        arena.close()
-    return rates
-
-
-def _copy_rate(job: list[tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]], repeats: int = 8) -> float:
-    """GB/s of copies on their streams, from the first's begin to the last's end; the slowest rank's best."""
-    times = []
-    first, others = job[0][0], [stream for stream, _, _ in job[1:]]
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(first):
-            torch.cuda._sleep(2_000_000)  # the host issues all of them meanwhile
-            begin.record()
-        for stream in others:
-            stream.wait_event(begin)
-        for stream, target, source in job:
-            with torch.cuda.stream(stream):
-                target.copy_(source)
-        for stream in others:
-            first.wait_stream(stream)
-        end.record(first)
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    rate = torch.tensor(sum(target.numel() for _, target, _ in job) / min(times) / 1e6, device="cuda")
-    dist.all_reduce(rate, dist.ReduceOp.MIN)
-    return float(rate)

@@ -1,0 +1,56 @@
+"""Results as they lie in ``results/``: the newest of a benchmark on a machine, with the facts of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+#: ``step-2xh200-2026-11-29.json``, and ``…-wan.json`` where a day's run was made in parts.
+NAME = re.compile(r"(?P<benchmark>[a-z_]+)-(?P<hardware>\d+x[a-z0-9-]+?)-(?P<date>\d{4}-\d\d-\d\d)(-.*)?\.json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One benchmark's rows.
+
+    Attributes
+    ----------
+    benchmark, hardware : str
+        Such as ``step`` and ``2xh200``.
+    files : tuple of str
+        Where they come from.
+    facts : dict
+        Machine, versions, commit and date, of the first file; and what a benchmark adds.
+    rows : list of dict
+        Of all files.
+    """
+
+    benchmark: str
+    hardware: str
+    files: tuple[str, ...]
+    facts: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def rows_by(self, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """Rows by what tells them apart; a later row takes the place of an earlier one."""
+        return {tuple(row[key] for key in keys): row for row in self.rows}
+
+
+def newest(benchmark: str, hardware: str, folder: Path = RESULTS) -> Record | None:
+    """The rows of the last day on which a benchmark ran on a machine; None if it never did."""
+    days: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.json")):
+        found = NAME.fullmatch(path.name)
+        if found and (found["benchmark"], found["hardware"]) == (benchmark, hardware):
+            days.setdefault(found["date"], []).append(path)
+    if not days:
+        return None
+    files = days[max(days)]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    facts = {key: value for key, value in contents[0].items() if key != "results"}
+    rows = [row for content in contents for row in content["results"]]
+    return Record(benchmark, hardware, tuple(path.name for path in files), facts, rows)
