@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from records import RESULTS, file_name
 from tide.transport.cuda import nccl
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def start() -> tuple[int, int]:
@@ -47,11 +46,13 @@ def facts() -> dict[str, Any]:
     root = Path(__file__).parent.parent
     commit = os.environ.get("TIDE_COMMIT") or _command(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     driver = _command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         "commit": commit or "unknown",
         "gpu": torch.cuda.get_device_name(),
-        "gpus": dist.get_world_size() if dist.is_initialized() else torch.cuda.device_count(),
+        "gpus": min(ranks, torch.cuda.device_count()),
+        "ranks": ranks,
         "sms": torch.cuda.get_device_properties(0).multi_processor_count,
         "driver": driver,
         "cuda": torch.version.cuda,
@@ -87,8 +88,7 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self.more = more
         self._made = {"benchmark": name, **facts()}
-        hardware = f"{self._made['gpus']}x{self._made['gpu'].replace('NVIDIA ', '').replace(' ', '-').lower()}"
-        self.path = out or RESULTS / f"{name}-{hardware}-{self._made['date'][:10]}.json"
+        self.path = out or RESULTS / file_name(self._made)
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Takes rows, and writes all of them on rank 0: a run that is cut short leaves what it has."""

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from common import Results, agreed, median, parser, say, start, table, timed
 from models import CASES
+from tables import excesses
 from units import COLLECTIVES, VARIANTS, Unit
 from variants import parse
 
@@ -166,28 +167,6 @@ def measure(
     }
 
 
-def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """(stock − 1) ÷ (variant − 1) of each kernel and collective, and the same ratio of lost milliseconds.
-
-    A slowdown below what the null measurement shows counts as the null's, and the figure is then a lower bound.
-    """
-    stock = {(row["kernel"], row["collective"]): row for row in rows if row["variant"] == "stock" and "null" in row}
-    found = []
-    for row in rows:
-        base = stock.get((row["kernel"], row["collective"]))
-        if base is None or row["variant"] == "stock" or "null" not in row:
-            continue
-        noise = max(abs(row["null"] - 1), abs(base["null"] - 1), 1e-3)
-        entry = {key: row[key] for key in ("kernel", "collective", "variant")}
-        entry["figure"] = (base["slowdown"] - 1) / max(row["slowdown"] - 1, noise)
-        entry["bound"] = "at least" if row["slowdown"] - 1 <= noise else ""
-        entry["stock"], entry["slowdown"], entry["noise"] = base["slowdown"], row["slowdown"], noise
-        if row["lost_ms"] > 0:
-            entry["lost_ratio"] = base["lost_ms"] / row["lost_ms"]
-        found.append(entry)
-    return found
-
-
 def main() -> None:
     """Runs the benchmark."""
     arguments = parser(__doc__, repeats=7)
@@ -220,9 +199,8 @@ def main() -> None:
                 results.add(row)
         unit.close()
     results.rows.sort(key=lambda row: (row["collective"], row["kernel"]))
-    results.more["goals"] = goals(results.rows)
     results.write()
-    say("\n" + table(results.rows, COLUMNS) + "\n\n" + table(results.more["goals"], GOALS))
+    say("\n" + table(results.rows, COLUMNS) + "\n\n" + table(excesses(results.rows), GOALS))
     dist.destroy_process_group()
 
 

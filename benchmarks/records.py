@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,25 @@ class Record:
     def rows_by(self, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Rows by what tells them apart; a later row takes the place of an earlier one."""
         return {tuple(row[key] for key in keys): row for row in self.rows}
+
+
+def file_name(facts: Mapping[str, Any], part: str = "") -> str:
+    """Name of a results file: benchmark, machine (and ranks, where they share GPUs), date, and part of a day's run."""
+    hardware = f"{facts['gpus']}x{facts['gpu'].replace('NVIDIA ', '').replace(' ', '-').lower()}"
+    if facts.get("ranks", facts["gpus"]) != facts["gpus"]:
+        hardware += f"-{facts['ranks']}ranks"
+    return f"{facts['benchmark']}-{hardware}-{facts['date'][:10]}{part}.json"
+
+
+def take(outputs: Path, folder: Path = RESULTS) -> list[str]:
+    """Copies what a session wrote (``step.json``, ``step-2.json``, …) to where results lie; returns the names."""
+    names = []
+    for path in sorted(outputs.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if "benchmark" in content:
+            names.append(file_name(content, path.stem.removeprefix(content["benchmark"])))
+            (folder / names[-1]).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    return names
 
 
 def newest(benchmark: str, hardware: str, folder: Path = RESULTS) -> Record | None:

@@ -12,6 +12,7 @@ import step
 import variants
 from copy_rate import copy_jobs
 from models import CASES
+from tables import excesses
 from tide.errors import InputError
 from tide.transport.cuda import Settings
 
@@ -93,20 +94,20 @@ def row(variant: str, slowdown: float, null: float = 1.0, lost: float = 1.0) -> 
 
 
 def test_the_goal_is_a_ratio_of_excesses():
-    (found,) = interference.goals([row("stock", 1.4, lost=3.0), row("tide", 1.02, lost=0.1)])
+    (found,) = excesses([row("stock", 1.4, lost=3.0), row("tide", 1.02, lost=0.1)])
     assert found["figure"] == pytest.approx(20)
     assert found["lost_ratio"] == pytest.approx(30)
     assert found["bound"] == ""
 
 
 def test_a_slowdown_within_the_noise_is_a_bound():
-    (found,) = interference.goals([row("stock", 1.4), row("tide", 1.001, null=0.99)])
+    (found,) = excesses([row("stock", 1.4), row("tide", 1.001, null=0.99)])
     assert found["figure"] == pytest.approx(0.4 / 0.01)
     assert found["bound"] == "at least"
 
 
 def test_without_stock_there_is_no_goal():
-    assert interference.goals([row("tide", 1.1)]) == []
+    assert excesses([row("tide", 1.1)]) == []
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

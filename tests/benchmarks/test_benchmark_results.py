@@ -89,10 +89,11 @@ def test_what_was_not_measured_is_said(tmp_path):
 
 def test_goals_are_judged_by_the_figures(folder):
     path = folder / f"interference-{HARDWARE}-2026-12-01.json"
-    goal = {"kernel": "GEMM (one wave)", "collective": "reduce-scatter", "variant": "tide"}
-    for figure, verdict in ((12.0, "yes"), (9.0, "no")):
-        path.write_text(json.dumps({"goals": [goal | {"figure": figure}], "results": interference_rows()}))
-        assert tables.goals(HARDWARE, folder).splitlines()[-1].endswith(f"| {figure:.1f} | {verdict} |")
+    for slowdown, figure, verdict in ((1.02, "20.0", "yes"), (1.05, "8.0", "no")):
+        rows = interference_rows()
+        rows[-1]["slowdown"] = slowdown
+        path.write_text(json.dumps({"results": rows}))
+        assert tables.goals(HARDWARE, folder).splitlines()[-1].endswith(f"| {figure} | {verdict} |")
 
 
 def test_the_newest_day_counts_in_all_its_parts(folder):
@@ -102,6 +103,21 @@ def test_the_newest_day_counts_in_all_its_parts(folder):
     record = records.newest("step", HARDWARE, folder)
     assert [row["model"] for row in record.rows] == list(record.files)
     assert len(record.files) == 2
+
+
+def test_a_session_is_taken_under_the_machines_name(tmp_path):
+    facts = {"benchmark": "step", "gpu": "NVIDIA H200", "gpus": 2, "ranks": 4, "date": "2026-12-24T10:00Z"}
+    outputs, results = tmp_path / "out", tmp_path / "results"
+    outputs.mkdir()
+    results.mkdir()
+    for name, tokens in (("step", 1), ("step-2", 2)):
+        (outputs / f"{name}.json").write_text(json.dumps({**facts, "results": [{"tokens": tokens}]}))
+    (outputs / "cuda_check.json").write_text("{}")
+    taken = records.take(outputs, results)
+    assert sorted(taken) == ["step-2xh200-4ranks-2026-12-24-2.json", "step-2xh200-4ranks-2026-12-24.json"]
+    record = records.newest("step", "2xh200-4ranks", results)
+    assert sorted(row["tokens"] for row in record.rows) == [1, 2]
+    assert records.newest("step", "2xh200", results) is None
 
 
 def test_the_pictures_are_as_the_results_are():
