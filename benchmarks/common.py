@@ -119,6 +119,21 @@ def agreed(value: float) -> float:
 PAUSE = 40_000_000
 
 
+_token: list[torch.Tensor] = []
+
+
+def aligned_pause(cycles: int = PAUSE) -> None:
+    """Holds the current stream for so many cycles, then until every rank's has come as far.
+
+    The clocks of GPUs differ, and hosts leave a barrier at different times: without the meeting on the device, the
+    slowest rank's time would count how late the others began.
+    """
+    if not _token:
+        _token.append(torch.zeros(1, device="cuda"))
+    torch.cuda._sleep(cycles)
+    dist.all_reduce(_token[0])
+
+
 def timed(call: Callable[[], Any], repeats: int, warmup: int = 3) -> list[float]:
     """Milliseconds of each call on the current stream; ranks start together, the slowest rank counts."""
     for _ in range(warmup):
@@ -128,7 +143,7 @@ def timed(call: Callable[[], Any], repeats: int, warmup: int = 3) -> list[float]
         torch.cuda.synchronize()
         dist.barrier()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(PAUSE)
+        aligned_pause()
         begin.record()
         call()
         end.record()

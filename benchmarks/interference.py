@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import Results, agreed, median, parser, say, start, table, timed
+from common import Results, agreed, aligned_pause, median, parser, say, start, table, timed
 from models import CASES
 from tables import excesses
 from units import COLLECTIVES, VARIANTS, Unit
@@ -92,7 +92,7 @@ class Side:
         begin, end, opened, over = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         began = time.perf_counter()
         with torch.cuda.stream(self.gate):
-            torch.cuda._sleep(self.pause)
+            aligned_pause(self.pause)
             opened.record()
         self.comm.wait_event(opened)
         self.work.wait_event(opened)
