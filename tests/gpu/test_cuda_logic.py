@@ -583,12 +583,17 @@ def test_gradients_move_between_calls() -> None:
 def driver_calls(programs: dict[int, Program], rank: int, signals: str) -> int:
     """Calls of one gather and the wait for it, launches left out, once its slot has been vacated before.
 
-    The caller's stream is recorded once; each stream waits for that and for the vacated slot, and at its end is
-    recorded and waited for. A signal to oneself is recorded, and waited for if from another stream; a copy step is
-    one batch. Neighbouring waits and signals are one call, but signals that are copies are one each.
+    The caller's stream is recorded once; each stream waits for that and for the vacated slot, unless it begins after
+    another one, and at its end is recorded and waited for. A signal to oneself is recorded, and waited for if from
+    another stream; neighbouring copy steps are one batch. Neighbouring waits and signals are one call, but signals
+    that are copies are one each.
     """
     program = programs[rank]
-    calls = 1 + 4 * len(program.streams)
+    calls = 1 + 2 * len(program.streams)
+    for stream in program.streams:
+        first = stream.steps[0]
+        calls += 0 if isinstance(first, Wait) and first.peer == rank else 2
+    last: tuple[int, int] | None = None
     givers: dict[Lane, list[int]] = {}
     neighbours: tuple[int, bool] | None = None  # stream of the call that the next memory operation may join
     for number, index in issue_order(programs, rank):
@@ -596,7 +601,8 @@ def driver_calls(programs: dict[int, Program], rank: int, signals: str) -> int:
         if not isinstance(step, Signal | Wait) or step.peer == rank:
             neighbours = None
         if isinstance(step, Copy):
-            calls += 1
+            before = program.streams[number].steps[index - 1] if last == (number, index - 1) else None
+            calls += not isinstance(before, Copy)
         elif isinstance(step, Signal) and step.peer == rank:
             givers.setdefault(step.lane, []).append(number)
             calls += 1
@@ -606,11 +612,12 @@ def driver_calls(programs: dict[int, Program], rank: int, signals: str) -> int:
             joins = isinstance(step, Wait) or signals == "write"
             calls += not (joins and neighbours == (number, True))
             neighbours = number, joins
+        last = number, index
     return calls
 
 
 @pytest.mark.parametrize("signals", ["write", "copy"])
-@pytest.mark.parametrize(("route", "calls"), [("push", 15), ("pull", 9)])
+@pytest.mark.parametrize(("route", "calls"), [("push", 13), ("pull", 9)])
 def test_few_driver_calls(signals: str, route: str, calls: int) -> None:
     """A gather of one unit between two ranks takes a handful of calls, however many parameters it has."""
     compiled = compiled_for(Topology(1, 2), ["block0"], PlanOptions(slots=2), route)
@@ -632,6 +639,20 @@ def test_few_driver_calls(signals: str, route: str, calls: int) -> None:
                 session.release("block0")
         assert first.count("batch of copies") == 1
         assert len(first) == driver_calls(programs, 0, signals) == calls + (signals == "copy"), first
+
+
+def test_copies_to_all_peers_share_a_call() -> None:
+    """With more peers a piece takes no more calls: waits for all of them, then one batch to all of them."""
+    counts = []
+    for ranks in (2, 4):
+        machine = Machine(0)
+        with cluster(compiled_for(Topology(1, ranks), ["block0"]), machine, poison=False) as made:
+            gather(made, "block0", 4)
+            driver = made.sessions[0].transport.driver  # type: ignore[attr-defined]
+            counts.append(driver.calls.count("batch of copies"))
+            machine.finish()
+            check_gathered(made, "block0", 4)
+    assert 0 < counts[1] <= counts[0], counts
 
 
 @routes

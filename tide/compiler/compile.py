@@ -179,7 +179,7 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
 
 
 #: Raised whenever layouts or programs change for the same input, so that mixed versions do not run together.
-FORMAT = 1
+FORMAT = 2
 
 
 def spec_to_dict(spec: ModelSpec) -> dict[str, object]:

@@ -34,7 +34,7 @@ class PlanOptions:
         ``"pull"`` (each reads its peers' when they are in place). Pushes were measured faster.
     piece_bytes : int
         Push route: the first piece of a shard that leaves while the next one is being placed; each piece is three
-        times the one before.
+        times the one before for every peer in the node.
     receive_depth : int
         Positions of the receive, partial and wire areas (2 = double buffering).
     padded_storage : bool

@@ -10,7 +10,7 @@ from tide.compiler.steps import ARENA, Accumulate, Buffer, Copy, Lane, Place, Pr
 from tide.errors import CapabilityError, TransportError
 from tide.transport.base import Binding
 from tide.transport.cuda.bases import Bases
-from tide.transport.cuda.copies import CopyArrays
+from tide.transport.cuda.copies import CopyArrays, CopyStep
 from tide.transport.cuda.lowered import Awaited, Lowered
 from tide.transport.cuda.operations import (
     Device,
@@ -62,7 +62,7 @@ class _Lowering:
         self.totals: dict[int, int] = {}
         self.given: dict[Lane, list[tuple[int, int]]] = {}  # self-signals: (stream, event) of each
         self.taken: dict[Lane, int] = {}
-        self.late: list[Operation] = []  # once the arrays exist
+        self.batches: list[tuple[int, int, CopyStep]] = []  # place among the operations, stream, copies
 
     def run(self, order: Sequence[tuple[int, int]]) -> Lowered:
         out, program = self.out, self.program
@@ -76,8 +76,8 @@ class _Lowering:
             self.step(stream.name, out.streams[number][1], index, stream.steps[index])
         self.flush()
         self.copies.finish()
-        for build in self.late:
-            build()
+        for place, handle, which in self.batches:
+            out.operations[place] = copy_step(self.device, self.copies, which, handle)
         out._keys = list(self.bases.tensors)
         out.indices = sorted({awaited.index for awaited in out.awaited})
         return out
@@ -87,7 +87,8 @@ class _Lowering:
     def step(self, name: str, stream: int, index: int, step: Step) -> None:
         if name not in self.gated and (self.program.collective != "reduce_scatter" or self.touches(step)):
             self.gated.add(name)
-            self.append(self.gate(stream))
+            if not self.follows(step):
+                self.append(self.gate(stream))
         if isinstance(step, Signal):
             self.signal(stream, step)
         elif isinstance(step, Wait):
@@ -104,6 +105,12 @@ class _Lowering:
                 f"{self.program.collective} of unit {self.binding.unit!r}: the plan uses {type(step).__name__}, "
                 "which needs NVLink multicast; compile it without"
             )
+
+    def follows(self, step: Step) -> bool:
+        """Whether a step waits for another stream of this call, which has passed the gate already."""
+        if not isinstance(step, Wait) or step.peer != self.program.position:
+            return False
+        return not self.words.credit(step.lane) and bool(self.given.get(step.lane))
 
     def touches(self, step: Step) -> bool:
         """Whether a step reads or writes memory of the caller."""
@@ -170,13 +177,15 @@ class _Lowering:
     def copy(self, stream: int, transfers: Sequence[Any], peer: int, pull: bool) -> None:
         which = self.copies.add(self.bases, transfers, self.rank_of(peer), pull)
         self.flush()
-        place = len(self.out.operations)
-
-        def build() -> None:
-            self.out.operations[place] = copy_step(self.device, self.copies, which, stream)
-
+        if self.batches:
+            place, last_stream, last = self.batches[-1]
+            # Nothing was issued since the copies before these, on the same stream: one call carries both.
+            if place == len(self.out.operations) - 1 and last_stream == stream:
+                joined = replace(last, last=which.last, last_2d=which.last_2d)
+                self.batches[-1] = place, stream, joined
+                return
+        self.batches.append((len(self.out.operations), stream, which))
         self.append(_nothing)  # its arguments are arrays that do not exist yet
-        self.late.append(build)
 
     def launch(self, name: str, stream: int, step: Place | Accumulate) -> None:
         if name not in self.sets:
