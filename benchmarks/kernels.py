@@ -36,6 +36,11 @@ CONFIGURATIONS = (
     Tuning(block=4096, warps=16, shared=128 << 10),
     Tuning(block=4096, warps=16, shared=192 << 10),
     Tuning(block=8192, warps=16, shared=192 << 10),
+    Tuning(block=2048, warps=4, shared=192 << 10, bulk=True),
+    Tuning(block=4096, warps=4, shared=192 << 10, bulk=True),
+    Tuning(block=4096, warps=8, shared=192 << 10, bulk=True),
+    Tuning(block=8192, warps=8, shared=192 << 10, bulk=True),
+    Tuning(block=8192, warps=16, shared=192 << 10, bulk=True),
 )
 
 COLUMNS = (
@@ -43,6 +48,7 @@ COLUMNS = (
     ("block", "block", "d"),
     ("warps", "warps", "d"),
     ("stages", "stages", "d"),
+    ("bulk", "bulk", "d"),
     ("ctas", "CTAs", "d"),
     ("ms", "ms", ".3f"),
     ("gbps", "GB/s", ".0f"),
@@ -112,6 +118,8 @@ def sweep(
     """Every configuration with every number of CTAs; ``loaded`` is bytes read for each element."""
     rows = []
     for configuration in CONFIGURATIONS:
+        if options.bulk and not configuration.bulk:
+            continue
         for ctas in options.ctas:
             tuning = Tuning(**{**asdict(configuration), "ctas": ctas})
             made = make(tuning)
@@ -123,7 +131,7 @@ def sweep(
         best = max((found for found in rows if found["ctas"] == ctas), key=lambda found: found["gbps"])
         print(
             f"best of {ctas} CTAs: {best['gbps']:.0f} GB/s, block {best['block']}, {best['warps']} warps, "
-            f"{best['stages']} stages"
+            f"{best['stages']} stages, bulk {best['bulk']}"
         )
     print(flush=True)
     return rows
@@ -255,9 +263,12 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=128, help="MiB of a sum's fp32 output (default 128)")
     parser.add_argument("--repeats", type=int, default=10, help="timed launches of a configuration (default 10)")
     parser.add_argument("--ctas", type=int, nargs="+", default=CTAS, help="numbers of CTAs")
+    parser.add_argument("--bulk", action="store_true", help="only configurations with bulk copies")
+    parser.add_argument("--pieces", type=int, nargs="*", default=(2, 8), help="sums to run, by pieces (default 2 8)")
+    parser.add_argument("--sums-only", action="store_true", help="neither casts nor host times")
     options = parser.parse_args()
     torch.manual_seed(0)
-    times = host()
+    times = {} if options.sums_only else host()
     rows: list[dict[str, Any]] = []
 
     def take(found: list[dict[str, Any]], shown: Sequence[dict[str, Any]]) -> None:
@@ -270,11 +281,12 @@ def main() -> None:
 
     found = [ceiling(options)]
     take(found, found)
-    for pieces in (2, 8):
+    for pieces in options.pieces:
         found = accumulate(pieces, options)
         take(found, found[-1:])
-    found = place(options)
-    take(found, [entry for entry in found if entry["what"].startswith("torch")])
+    if not options.sums_only:
+        found = place(options)
+        take(found, [entry for entry in found if entry["what"].startswith("torch")])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ from tide.transport.base import Binding
 from tide.transport.cuda import CudaTicket, Settings
 from tide.transport.cuda.bases import Bases
 from tide.transport.cuda.copies import LONG_RUN, CopyArrays
-from tide.transport.cuda.launcher import parameters_of
+from tide.transport.cuda.launcher import parameters_of, plain_launch
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import MOST, Staging
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
@@ -539,6 +542,29 @@ def test_launch_arguments_are_read_from_the_kernel() -> None:
     assert parameters_of(PTX) == [8, 4, 8]
     assert parameters_of(PTX.replace(".f32 ", ".align 64 .b8 ").replace("_1,", "_1[128],")) is None
     assert parameters_of("nothing") is None
+
+
+@pytest.mark.parametrize("scratch", [0, 1 << 20])
+def test_scratch_memory_is_the_first_argument_that_is_not_ours(scratch: int) -> None:
+    ptx = ".entry k(.param .u64 k_0, .param .f32 k_1, .param .u64 k_2, .param .u64 k_3)"
+    metadata = SimpleNamespace(num_warps=4, shared=100, global_scratch_size=256 if scratch else 0)
+    compiled = SimpleNamespace(metadata=metadata, function=7, asm={"ptx": ptx})
+    calls = []
+
+    def launch(*arguments: Any) -> int:
+        *shape, pointers, extra = arguments
+        values = [ctypes.cast(pointers[place], ctypes.POINTER(ctypes.c_uint64))[0] for place in (0, 2, 3)]
+        calls.append((shape, values, extra))
+        return 0
+
+    start = plain_launch(compiled, 1 << 30, [1.0], 5, launch, scratch)
+    assert start is not None
+    assert start(99) == 0
+    assert calls == [([7, 5, 1, 1, 128, 1, 1, 100, 99], [1 << 30, scratch, 0], None)]
+    if scratch:
+        assert plain_launch(compiled, 1 << 30, [1.0], 5, launch) is None, "nowhere to put descriptors"
+        bare = SimpleNamespace(**{**vars(compiled), "asm": {"ptx": ".entry k(.param .u64 k_0, .param .f32 k_1)"}})
+        assert plain_launch(bare, 1 << 30, [1.0], 5, launch, scratch) is None
 
 
 def test_subset_of_the_gradients_and_wider_ones() -> None:

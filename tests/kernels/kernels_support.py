@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 import tide.kernels
 from tide.kernels.reference import accumulate_reference, place_reference
 
-_MODULES = ("segments", "build", "launch", "tiles", "place", "accumulate", "switch_reduce")
+_MODULES = ("segments", "build", "launch", "tiles", "bulk", "place", "accumulate", "switch_reduce")
 
 #: Integers of the same size, to look at bits.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-import triton
-import triton.language as tl
-from kernels_support import interpreted
+import torch
 
-from tide.kernels import build
-from tide.kernels.build import Variant, compile_cubin, variants
+from tide.kernels import accumulate, place
+from tide.kernels.build import Variant, variants
+from tide.kernels.launch import Tuning
 
 VARIANTS = {variant.name: variant for variant in variants()}
 
@@ -59,30 +58,33 @@ def test_pipelined_loads_keep_a_tile_of_each_piece_in_flight():
     assert built.count(r"ld\.global[\w.:]*\.v4\.b32") == 0
 
 
-def test_casts_round_to_nearest_even():
-    (variant,) = [found for name, found in VARIANTS.items() if name.startswith("place_fp32_bf16")]
-    assert variant.compile().count(r"cvt\.rn\.bf16x2\.f32") > 0
+def bulk_variant(kernel: str) -> Variant:
+    """What a reduce-scatter or an all-gather launches, with bulk copies."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    if kernel == "place":
+        return place.variant_of(fp32, bf16, place.DEFAULT)[0]
+    return accumulate.variant_of(accumulate.Form(2, bf16, fp32, False), 1, accumulate.default_tuning(2))
 
 
-def test_names_are_unique():
-    assert len(VARIANTS) == len(list(variants()))
+@pytest.mark.parametrize("kernel", ["accumulate", "place"])
+def test_bulk_copies(kernel: str):
+    """A tile of each operand is one instruction, and no value goes through shared memory to change threads."""
+    variant = bulk_variant(kernel)
+    built, constants = variant.compile(), dict(variant.constants)
+    operands = 2 if kernel == "accumulate" else 1
+    load = r"cp\.async\.bulk\.tensor\.2d\.shared::cta\.global"
+    # once in the loop, and once for each stage that is loaded ahead of it
+    assert built.count(load) == operands * constants["STAGES"]
+    assert constants["STAGES"] >= 3
+    assert built.shared <= 227 << 10
+    assert built.stack == 0
+    assert built.count(r"st\.shared\.v4|st\.shared\.v2\.b64|stmatrix") == 0
+    assert built.count(WIDE_STORES) > 0
+    assert built.count(r"fma\.rn|\.ftz") == 0
 
 
-def test_interpreted_kernel_cannot_be_compiled():
-    kernel = interpreted().place.place_kernel
-    with pytest.raises(TypeError, match="not a compilable kernel"):
-        compile_cubin(kernel, {"table": "*i64"}, {})
-
-
-def test_main_writes_files(tmp_path, monkeypatch, capsys):
-    @triton.jit
-    def double(x, COUNT: tl.constexpr):
-        place = x + tl.arange(0, COUNT)
-        tl.store(place, tl.load(place) * 2)
-
-    variant = Variant("double", double, (("x", "*fp32"),), (("COUNT", 128),), 1)
-    monkeypatch.setattr(build, "variants", lambda: [variant])
-    build.main(["--out", str(tmp_path / "cubins")])
-    assert (tmp_path / "cubins" / "double.cubin").read_bytes()[:4] == b"\x7fELF"
-    assert ".target sm_90" in (tmp_path / "cubins" / "double.ptx").read_text()
-    assert "registers" in capsys.readouterr().out
+def test_bulk_sum_widens_with_one_instruction():
+    """In the loop over whole tiles, bf16 becomes fp32 by a shift or a mask of its pair, not by a conversion."""
+    plain = accumulate.variant_of(accumulate.Form(2, torch.bfloat16, torch.float32, False), 1, Tuning(block=8192))
+    bulk_built, built = bulk_variant("accumulate").compile(), plain.compile()
+    assert bulk_built.count(r"cvt\.f32\.bf16") < built.count(r"cvt\.f32\.bf16")

@@ -22,7 +22,8 @@ def backend() -> Backend:
 def tunings(backend: Backend) -> list:
     """One that makes many tiles of little, the default, and one without copies ahead."""
     make = backend.launch.Tuning
-    return [make(ctas=3, block=256, narrow=64, warps=1, stages=3), make(), make(block=8192, warps=16, stages=1)]
+    plain = [make(ctas=3, block=256, narrow=64, warps=1, stages=3), make(), make(block=8192, warps=16, stages=1)]
+    return [*plain, make(block=2048, bulk=True)]
 
 
 @settings(max_examples=60)
@@ -38,7 +39,7 @@ def test_place(backend, blocks, choice, seed, move):
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-@pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("choice", [0, 1, 3, 4])
 def test_place_every_pair_of_types(backend, src, dst, choice):
     blocks = [
         (Shape(1, 300_001, (0, 0), (3, 3)), src, dst),

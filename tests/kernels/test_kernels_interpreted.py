@@ -33,7 +33,7 @@ def backend() -> Backend:
     return interpreted()
 
 
-def small(backend: Backend, **changes: int):
+def small(backend: Backend, **changes: int | str):
     """Tiles so small that a few hundred elements make many."""
     return backend.launch.Tuning(**{"ctas": 3, "block": 128, "narrow": 32, "warps": 1, **changes})
 
@@ -291,6 +291,53 @@ class Results:
 
     def get_result(self, index: int):
         return self._handles[index]
+
+
+#: Elements of the smallest tile that is moved by bulk copies as on a GPU: eight rows of the narrowest type.
+TILE = 1024
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 3 * TILE + 40), min_size=1, max_size=3),
+    offset=st.integers(0, 9),
+    pieces=st.integers(1, 4),
+    types=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
+    base=st.booleans(),
+    ctas=st.integers(1, 5),
+    seed=st.integers(0, 2**20),
+)
+def test_bulk_accumulate(backend: Backend, lengths, offset, pieces, types, base, ctas, seed):
+    """Blocks of no, one and several whole tiles, with heads and tails, beside a strided one."""
+    shapes = [Shape(1, length, (0,), (offset,)) for length in lengths] + [Shape(3, TILE + 16, (16,), (0,))]
+    blocks = [(shape, pieces, *types, base) for shape in shapes]
+    tuning = small(backend, ctas=ctas, block=TILE, bulk=True)
+    check_accumulate(backend, blocks, tuning, 0.5, 3.0, seed, special=True)
+
+
+@pytest.mark.parametrize("pieces", [1, 8, 16, 17])
+def test_bulk_accumulate_number_of_pieces(backend: Backend, pieces):
+    """More pieces than are unrolled come without bulk copies, and then need no whole tiles."""
+    blocks = [(Shape(1, 2 * TILE + 77, (0,), (0,)), pieces, torch.bfloat16, torch.float32, False)]
+    table = check_accumulate(backend, blocks, small(backend, block=TILE, bulk=True), divisor=float(pieces))
+    ((form, tuning, _, _),) = table._groups
+    assert backend.accumulate.division_of(form, tuning).whole == (pieces <= 16)
+
+
+def test_bulk_accumulate_into_its_base(backend: Backend):
+    blocks = [(Shape(1, 3 * TILE + 5, (0,), (0,)), 2, torch.bfloat16, torch.float32, True)]
+    check_accumulate(backend, blocks, small(backend, block=TILE, bulk=True), in_place=True, special=True)
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_bulk_place(backend: Backend, src, dst):
+    blocks = [
+        (Shape(1, 2 * TILE + 531, (0, 0), (3, 3)), src, dst),
+        (Shape(1, TILE, (0, 0), (0, 0)), src, dst),
+        (Shape(1, TILE - 1, (0, 0), (0, 0)), src, dst),
+        (Shape(7, 48, (16, 32), (0, 0)), src, dst),
+    ]
+    check_place(backend, blocks, small(backend, block=TILE, bulk=True), move=True)
 
 
 def test_switch_reduce(backend: Backend, monkeypatch):

@@ -9,8 +9,9 @@ import torch
 import triton
 from kernels_support import compiled, interpreted
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from tide.kernels.accumulate import AccumulateTable, SumItem, accumulate_kernel
+from tide.kernels.accumulate import AccumulateTable, Form, SumItem, accumulate_kernel, variant_of
 from tide.kernels.build import Variant
 from tide.kernels.launch import TableLaunch, Tuning, prepare
 from tide.kernels.place import PlaceItem, PlaceTable, place_kernel
@@ -53,24 +54,50 @@ def launched(monkeypatch):
         kernel.device_caches.clear()
 
 
+def compile_for(variant: Variant):
+    """Triton's compiled kernel, for sm_90."""
+    types = {**dict(variant.signature), **dict.fromkeys(dict(variant.constants), "constexpr")}
+    source = ASTSource(variant.kernel, types, dict(variant.constants))
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": variant.warps})
+
+
 def test_accumulate_launch(launched):
     item = SumItem((64, 1 << 20), 0, 1 << 21, 1, 100_000, (0, 0), 0, 0)
     table = AccumulateTable([item], device="cuda:0", tuning=Tuning(ctas=5, stages=3))
     table.launch(scale=0.25, divisor=3.0, stream=77)
-    ((x, y, z, stream, *_, address, scale, divisor, pieces, src, dst, base, factors, width, block, narrow, stages),) = (
-        launched
-    )
+    (
+        (
+            x,
+            y,
+            z,
+            stream,
+            *_,
+            address,
+            scale,
+            divisor,
+            pieces,
+            src,
+            dst,
+            base,
+            factors,
+            width,
+            block,
+            narrow,
+            stages,
+            bulk,
+        ),
+    ) = launched
     assert (x, y, z, stream) == (5, 1, 1, 77)
     assert address == table._groups[0][-1]._words.data_ptr()
     assert (scale, divisor) == (0.25, 3.0)
     assert (pieces, src.name, dst.name, base, factors) == (2, "bf16", "fp32", 0, 2)
-    assert (width, block, narrow, stages) == (8, 4096, 1024, 3)
+    assert (width, block, narrow, stages, bulk) == (8, 4096, 1024, 3, 0)
     table.launch(scale=0.5, stream=78)
     table.launch(divisor=2.0, stream=79)
     assert [call[3] for call in launched] == [77, 78, 79]
     # The same kernel with the scale only, for both: the division by 2 became a multiplication.
-    assert [call[-11:-9] for call in launched[1:]] == [(0.5, 1.0)] * 2
-    assert launched[1][-5] == launched[2][-5] == 1
+    assert [call[-12:-10] for call in launched[1:]] == [(0.5, 1.0)] * 2
+    assert launched[1][-6] == launched[2][-6] == 1
 
 
 def test_place_launch(launched):
@@ -79,7 +106,7 @@ def test_place_launch(launched):
     table.launch(stream=5)
     assert table.launches == len(launched) == 2
     assert [call[:4] for call in launched] == [(programs, 1, 1, 5) for programs in table.programs]
-    assert [call[-6].name for call in launched] == ["fp32", "int32"]
+    assert [call[-7].name for call in launched] == ["fp32", "int32"]
 
 
 def test_what_is_compiled_at_run_time_is_what_is_compiled_ahead(launched):
@@ -91,6 +118,26 @@ def test_what_is_compiled_at_run_time_is_what_is_compiled_ahead(launched):
         variant = next(iter(module.variants(tuning)))
         found = launch.prepare(variant, torch.device("cuda", 0))
         assert found.asm["ptx"] == variant.compile().ptx
+
+
+def test_scratch_memory_is_given_to_the_launch_alone():
+    from triton.runtime import _allocation
+
+    from tide.kernels.launch import scratch_size, with_scratch
+
+    form = Form(2, torch.bfloat16, torch.float32, False)
+    tunings = [Tuning(block=1024, warps=4, bulk=bulk) for bulk in (False, True)]
+    built = [compile_for(variant_of(form, 1, tuning)) for tuning in tunings]
+    assert [scratch_size(found, 5) for found in built] == [0, 5 * 2 * 128]
+    assert all(found.metadata.global_scratch_align in (1, 128) for found in built)
+
+    def launcher(*arguments: int) -> tuple:
+        return arguments, _allocation._allocator.get()(256, 128, None)
+
+    before, scratch = _allocation._allocator.get(), torch.empty(256, dtype=torch.uint8)
+    assert with_scratch(launcher, scratch)(1, 2) == ((1, 2), scratch)
+    assert _allocation._allocator.get() is before
+    assert with_scratch(launcher, None) is launcher
 
 
 def test_stages_fit_shared_memory():

@@ -32,6 +32,8 @@ def elements(table: Table, division: Division) -> list[tuple[int, ...]]:
                 record = [int(word) for word in table.words[base + segment * width :][:width]]
                 begin, stop, vectors, per_run, multiplier, shift = record[:6]
                 assert begin <= tile < stop
+                if division.whole and name == "flat":
+                    assert vectors * division.vector == (stop - begin) * division.wide
                 units = sizes if name == "narrow" else (16,) * len(sizes)
                 addresses = [word * unit for word, unit in zip(record[6::2], units, strict=True)]
                 pitches = [word * unit for word, unit in zip(record[7::2], units, strict=True)]
@@ -84,7 +86,7 @@ def tables(draw) -> tuple[list[Block], Division]:
         )
         blocks.append(Block(runs, count, addresses, tuple(count + gap for gap in gaps), index))
     wide = draw(st.sampled_from([16, 64, 128]))
-    return blocks, Division(sizes, wide, draw(st.sampled_from([8, 32])), draw(st.integers(1, 9)))
+    return blocks, Division(sizes, wide, draw(st.sampled_from([8, 32])), draw(st.integers(1, 9)), draw(st.booleans()))
 
 
 @settings(max_examples=150)
@@ -160,6 +162,14 @@ def test_kinds():
         places = (aligned[0] + 4 * (8 - head), aligned[1] + 2 * (8 - head))
         assert tiles(1, 640 + head, places, 0, 0) == (10, 0, 1), "a head of one to seven elements"
     assert tiles(10, 64, aligned, 72, 81) == (0, 0, 40), "a pitch that is no multiple of 16 bytes"
+
+
+def test_whole_tiles():
+    """Of a contiguous block, what fills no tile is not flat."""
+    blocks = [Block(1, 10 + 3 * 64 + 40, (1 << 20, 1 << 21), (0, 0), 0), Block(1, 63, (1 << 22, 1 << 23), (0, 0), 1)]
+    assert make_table(blocks, Division((4, 2), 64, 16, 1)).tiles == (5, 0, 2)
+    # 3 tiles of the first block; the rest of both that are vectors; the rest that are not
+    assert make_table(blocks, Division((4, 2), 64, 16, 1, whole=True)).tiles == (3, 2, 2)
 
 
 def test_few_tiles_make_few_programs():

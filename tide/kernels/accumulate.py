@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tide.errors import InputError
 from tide.kernels.build import Variant
+from tide.kernels.bulk import sum_whole_tiles
 from tide.kernels.launch import ELEMENTS, NAMES, Stream, TableLaunch, Tuning, default_device
 from tide.kernels.segments import VECTOR_BYTES, Block, Division
 from tide.kernels.tiles import (
@@ -149,11 +150,15 @@ def accumulate_kernel(
     BLOCK: tl.constexpr,
     NARROW_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    BULK: tl.constexpr,
 ):
     """Sum the segments of a table; operand 0 is the destination, then the pieces, then the base if any."""
     by_kind: tl.constexpr = _few_pieces if PIECES <= UNROLLED else _many_pieces
     wide: tl.constexpr = BLOCK // WIDTH
-    by_kind(table, scale, divisor, PIECES, SRC, DST, BASE, FACTORS, WIDTH, wide, STAGES, FLAT)
+    if BULK:
+        sum_whole_tiles(table, scale, divisor, PIECES, SRC, DST, BASE, FACTORS, BLOCK, STAGES)
+    else:
+        by_kind(table, scale, divisor, PIECES, SRC, DST, BASE, FACTORS, WIDTH, wide, STAGES, FLAT)
     by_kind(table, scale, divisor, PIECES, SRC, DST, BASE, FACTORS, WIDTH, wide, STAGES, STRIDED)
     by_kind(table, scale, divisor, PIECES, SRC, DST, BASE, FACTORS, 1, NARROW_BLOCK, 1, NARROW)
 
@@ -212,6 +217,7 @@ def variant_of(form: Form, mode: int, tuning: Tuning) -> Variant:
     unrolled = form.pieces <= UNROLLED.value
     loaded = form.src.itemsize * (form.pieces if unrolled else 1) + 4 * (form.base and unrolled)
     stages = tuning.stages_for(loaded)
+    bulk = int(tuning.bulk and unrolled)
     constants = (
         ("PIECES", form.pieces),
         ("SRC", ELEMENTS[form.src]),
@@ -222,20 +228,27 @@ def variant_of(form: Form, mode: int, tuning: Tuning) -> Variant:
         ("BLOCK", tuning.block),
         ("NARROW_BLOCK", tuning.narrow),
         ("STAGES", stages),
+        ("BULK", bulk),
     )
     name = (
         f"accumulate_{form.pieces}x{NAMES[form.src]}_{NAMES[form.dst]}{'_base' * form.base}_f{mode}"
-        f"_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}"
+        f"_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}_t{bulk}"
     )
     signature = (("table", "*i64"), ("scale", "fp32"), ("divisor", "fp32"))
     return Variant(name, accumulate_kernel, signature, constants, tuning.warps)
+
+
+def division_of(form: Form, tuning: Tuning) -> Division:
+    """How segments of a form of sum are cut for the variant of that tuning."""
+    whole = tuning.bulk and form.pieces <= UNROLLED.value
+    return Division(form.sizes, tuning.block, tuning.narrow, tuning.ctas, whole)
 
 
 def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
     """The sums of a reduce-scatter: bf16 gradients and fp32 partials into fp32, by number of pieces."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for pieces in (1, 2, 4, 8, 16, 32):
-        yield variant_of(Form(pieces, bf16, fp32, False), 1, default_tuning(tuning, pieces))
+        yield variant_of(Form(pieces, bf16, fp32, False), 1, tuning or default_tuning(pieces))
     for form, mode in (
         (Form(2, bf16, fp32, False), 0),
         (Form(2, bf16, fp32, False), 2),
@@ -248,15 +261,19 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
         (Form(2, fp16, fp16, False), 1),
         (Form(2, fp32, bf16, True), 1),
     ):
-        yield variant_of(form, mode, default_tuning(tuning, form.pieces))
+        yield variant_of(form, mode, tuning or default_tuning(form.pieces))
 
 
-def default_tuning(tuning: Tuning | None, pieces: int) -> Tuning:
-    """The given tuning, or the default for a number of pieces."""
-    if tuning is not None:
-        return tuning
+#: Up to so many pieces, bulk copies are faster; with more, what they save no longer counts beside the loads.
+BULK_PIECES = 4
+
+
+def default_tuning(pieces: int, ctas: int = 32) -> Tuning:
+    """How sums of so many pieces are cut, on so many programs."""
+    if pieces <= BULK_PIECES:
+        return Tuning(ctas, block=8192, shared=192 << 10, bulk=True)
     # Many pieces make a tile large in bytes: smaller tiles, so that two stages fit.
-    return Tuning(block=4096 if pieces <= 8 else 2048)
+    return Tuning(ctas, block=4096 if pieces <= 8 else 2048, shared=192 << 10)
 
 
 class AccumulateTable:
@@ -302,8 +319,8 @@ class AccumulateTable:
         self._items = len(items)
         self._groups: list[tuple[Form, Tuning, list[int], TableLaunch]] = []
         for form, members in groups.items():
-            chosen = default_tuning(tuning, form.pieces)
-            division = Division(form.sizes, chosen.block, chosen.narrow, chosen.ctas)
+            chosen = tuning or default_tuning(form.pieces)
+            division = division_of(form, chosen)
             blocks = [_block(member, items[member]) for member in members]
             self._groups.append((form, chosen, members, TableLaunch(blocks, division, sum_on)))
 

@@ -6,12 +6,15 @@ compiled kernel's launcher is kept, and a launch passes it the table's address.
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
@@ -55,6 +58,9 @@ class Tuning:
         ahead into shared memory. 0 takes as many as fit `shared`.
     shared
         Bytes of shared memory of a program at most, for ``stages=0``.
+    bulk
+        Load flat segments by bulk copies (:mod:`tide.kernels.bulk`). `block` is then a power of two, and at least
+        1024.
     """
 
     ctas: int = 32
@@ -63,6 +69,7 @@ class Tuning:
     warps: int = 8
     stages: int = 0
     shared: int = 128 << 10
+    bulk: bool = False
 
     def stages_for(self, bytes_per_element: int) -> int:
         """Stages of a loop that loads so many bytes for each element."""
@@ -93,6 +100,20 @@ def prepare(variant: Variant, device: torch.device) -> Any:
             )
         _compiled[variant.name, index] = found
     return found
+
+
+def scratch_size(compiled: Any, programs: int) -> int:
+    """Bytes that a launch of a kernel needs for tensor descriptors, in memory on 128 bytes."""
+    return programs * getattr(compiled.metadata, "global_scratch_size", 0)
+
+
+def with_scratch(launcher: Callable[..., None], scratch: torch.Tensor | None) -> Callable[..., None]:
+    """Triton's launcher, given this memory when it asks for scratch memory, whatever allocator the caller has set."""
+    if scratch is None:
+        return launcher
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, lambda size, alignment, stream: scratch)
+    return functools.partial(context.run, launcher)
 
 
 def default_device(kernel: Any, device: torch.device | str | None) -> torch.device:
@@ -242,7 +263,9 @@ class TableLaunch:
             return interpret
 
         with torch.cuda.device(device):
-            launcher = compiled[(programs, 1, 1)]
+            size = scratch_size(compiled, programs)
+            scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+            launcher = with_scratch(compiled[(programs, 1, 1)], scratch)
         address, values = words.data_ptr(), tuple(constants.values())
 
         def start(stream: Stream, *scalars: float) -> None:

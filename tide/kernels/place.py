@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tide.errors import InputError
 from tide.kernels.build import Variant
+from tide.kernels.bulk import place_whole_tiles
 from tide.kernels.launch import ELEMENTS, NAMES, Stream, TableLaunch, Tuning, default_device
 from tide.kernels.segments import VECTOR_BYTES, Block, Division
 from tide.kernels.tiles import (
@@ -79,9 +80,13 @@ def place_kernel(
     BLOCK: tl.constexpr,
     NARROW_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    BULK: tl.constexpr,
 ):
     """Cast and scatter the segments of a table; operand 0 is the destination, operand 1 the source."""
-    _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
+    if BULK:
+        place_whole_tiles(table, SRC, DST, BLOCK, STAGES)
+    else:
+        _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
     _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, STRIDED)
     _place_kind(table, SRC, DST, 1, NARROW_BLOCK, 1, NARROW)
 
@@ -129,9 +134,15 @@ def variant_of(src: torch.dtype, dst: torch.dtype, tuning: Tuning) -> tuple[Vari
         ("BLOCK", tuning.block),
         ("NARROW_BLOCK", tuning.narrow),
         ("STAGES", stages),
+        ("BULK", int(tuning.bulk)),
     )
-    name = f"place_{name}_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}"
+    name = f"place_{name}_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}_t{int(tuning.bulk)}"
     return Variant(name, place_kernel, (("table", "*i64"),), constants, tuning.warps), sizes
+
+
+def division_of(sizes: tuple[int, int], tuning: Tuning) -> Division:
+    """How blocks with these element sizes (dst, src) are cut for the variants of a tuning."""
+    return Division(sizes, tuning.block, tuning.narrow, tuning.ctas, tuning.bulk)
 
 
 def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
@@ -145,8 +156,8 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
         yield variant_of(same, same, tuning)[0]
 
 
-#: Used where a caller gives no tuning.
-DEFAULT = Tuning()
+#: Used where a caller gives no tuning: on an H200 103 GB/s a program on flat segments, without bulk copies 59.
+DEFAULT = Tuning(block=8192, shared=192 << 10, bulk=True)
 
 
 class PlaceTable:
@@ -191,7 +202,7 @@ class PlaceTable:
             variant, sizes = variant_of(src, dst, tuning)
             parts = dst.itemsize // sizes[0]  # a 16-byte element is copied as two of 8 bytes
             blocks = [_block(member, items[member], parts) for member in members]
-            division = Division(sizes, tuning.block, tuning.narrow, tuning.ctas)
+            division = division_of(sizes, tuning)
             self._groups.append((variant, members, TableLaunch(blocks, division, place_on)))
 
     @property

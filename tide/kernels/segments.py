@@ -95,12 +95,16 @@ class Division:
         Elements of a tile of a narrow segment.
     programs
         Programs of the launch (CTAs).
+    whole
+        Flat segments have whole tiles only; what is left of a block, less than a tile, becomes a strided segment
+        of one run. Tiles are then a power of two of elements.
     """
 
     sizes: tuple[int, ...]
     wide: int
     narrow: int
     programs: int
+    whole: bool = False
 
     @property
     def vector(self) -> int:
@@ -234,15 +238,24 @@ def _divide(index: int, block: Block, division: Division) -> list[Segment]:
         width = 1 if kind == narrow else vector
         offsets = tuple(start * size for size in sizes)
         steps = tuple(pitch * size for pitch, size in zip(pitches, sizes, strict=True))
-        return _limited(Segment(kind, index, runs, length // width, offsets, steps), width, sizes)
+        segment = Segment(kind, index, runs, length // width, offsets, steps)
+        return _limited(segment, width, division)
 
     head = _head(addresses, pitches if runs > 1 else (), sizes, vector)
     # Below a narrow tile one program handles all of it at once; a body of its own would only add a segment.
     if head is None or runs * count <= division.narrow or count - head < vector:
         return part(narrow, 0, count)
     body = (count - head) // vector * vector
-    kind = KINDS.index("strided" if runs > 1 else "flat")
-    return part(kind, head, body) + part(narrow, 0, head) + part(narrow, head + body, count - head - body)
+    strided = KINDS.index("strided")
+    flat = 0 if runs > 1 else body
+    if division.whole:
+        flat = flat // division.wide * division.wide
+    return (
+        part(KINDS.index("flat"), head, flat)
+        + part(strided, head + flat, body - flat)
+        + part(narrow, 0, head)
+        + part(narrow, head + body, count - head - body)
+    )
 
 
 def _head(addresses: tuple[int, ...], pitches: tuple[int, ...], sizes: tuple[int, ...], vector: int) -> int | None:
@@ -256,10 +269,12 @@ def _head(addresses: tuple[int, ...], pitches: tuple[int, ...], sizes: tuple[int
     return None
 
 
-def _limited(segment: Segment, width: int, sizes: tuple[int, ...]) -> list[Segment]:
+def _limited(segment: Segment, width: int, division: Division) -> list[Segment]:
     """The segment, in pieces of at most `MAX_SEGMENT` elements."""
     kind, block, runs, vectors, offsets, pitches = segment
     limit = MAX_SEGMENT // width
+    if division.whole and KINDS[kind] == "flat":
+        limit = max(1, MAX_SEGMENT // division.wide) * division.wide // width
     if runs * vectors <= limit:
         return [segment]
     pieces = []
@@ -269,13 +284,13 @@ def _limited(segment: Segment, width: int, sizes: tuple[int, ...]) -> list[Segme
             moved = tuple(offset + row * pitch for offset, pitch in zip(offsets, pitches, strict=True))
             pieces.append(Segment(kind, block, min(step, runs - row), vectors, moved, pitches))
         return pieces
-    if KINDS[kind] == "strided":
+    if KINDS[kind] == "strided" and not division.whole:
         kind = KINDS.index("flat")  # one run at a time
     for row in range(runs):
         for start in range(0, vectors, limit):
             moved = tuple(
                 offset + row * pitch + start * width * size
-                for offset, pitch, size in zip(offsets, pitches, sizes, strict=True)
+                for offset, pitch, size in zip(offsets, pitches, division.sizes, strict=True)
             )
             pieces.append(Segment(kind, block, 1, min(limit, vectors - start), moved, pitches))
     return pieces

@@ -30,7 +30,7 @@ def parameters_of(ptx: str) -> list[int] | None:
 
 
 def plain_launch(
-    compiled: Any, address: int, scalars: Sequence[float], programs: int, launch: Callable[..., int]
+    compiled: Any, address: int, scalars: Sequence[float], programs: int, launch: Callable[..., int], scratch: int = 0
 ) -> Callable[[int], int] | None:
     """A function of the stream that launches the kernel; None where only Triton knows how.
 
@@ -46,23 +46,27 @@ def plain_launch(
         Size of the grid.
     launch : callable
         ``cuLaunchKernel``.
+    scratch : int
+        Address of the scratch memory of a kernel that needs some.
     """
     metadata = compiled.metadata
     plain = (
         getattr(metadata, "num_ctas", 1) == 1
         and not getattr(metadata, "launch_cooperative_grid", False)
         and not getattr(metadata, "launch_pdl", False)
-        and not getattr(metadata, "global_scratch_size", 0)
+        and (scratch != 0 or not getattr(metadata, "global_scratch_size", 0))
         and not getattr(metadata, "profile_scratch_size", 0)
         and isinstance(compiled.function, int)
     )
     sizes = parameters_of(compiled.asm["ptx"]) if plain else None
     own = [8] + [4] * len(scalars)
-    # What follows are Triton's scratch pointers, which are null when nothing is asked of them.
+    # What follows are Triton's pointers to scratch memory, for the kernel and for profiling; null if not needed.
     if sizes is None or sizes[: len(own)] != own or any(size != 8 for size in sizes[len(own) :]):
         return None
+    if scratch and len(sizes) == len(own):
+        return None
     values: list[Any] = [ctypes.c_uint64(address), *map(ctypes.c_float, scalars)]
-    values += [ctypes.c_uint64(0)] * (len(sizes) - len(own))
+    values += [ctypes.c_uint64(address) for address in (scratch, 0, 0)[: len(sizes) - len(own)]]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     function, threads, shared = compiled.function, metadata.num_warps * 32, metadata.shared
 

@@ -196,7 +196,7 @@ class _Lowering:
         if isinstance(step, Place):
             jobs = place_jobs(step, self.bases, self.device.place)
         else:
-            jobs = accumulate_jobs(step, self.bases, self.device.accumulate)
+            jobs = accumulate_jobs(step, self.bases, self.device.accumulate_ctas)
         number, starts = self.sets[name].add(jobs), self.out._starts[name]
 
         def issue() -> None:

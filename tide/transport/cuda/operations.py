@@ -49,8 +49,10 @@ class Device:
         Signal by writing the peer's word from the stream, instead of copying a value to it.
     wait_flags : int
         Flags of waits on words.
-    place, accumulate : Tuning or None
-        How the kernels are cut.
+    place : Tuning
+        How casts are cut.
+    accumulate_ctas : int
+        CTAs of a sum at most.
     """
 
     driver: Any
@@ -64,7 +66,7 @@ class Device:
     write_to_peers: bool
     wait_flags: int
     place: Tuning
-    accumulate: Tuning | None
+    accumulate_ctas: int
 
 
 @dataclass(frozen=True, slots=True)

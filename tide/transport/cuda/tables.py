@@ -20,7 +20,7 @@ from tide.compiler.steps import Accumulate, Cast, Place, Sum
 from tide.kernels import accumulate as sums
 from tide.kernels import place as places
 from tide.kernels.build import Variant
-from tide.kernels.launch import Tuning, prepare
+from tide.kernels.launch import Tuning, prepare, scratch_size, with_scratch
 from tide.kernels.segments import Block, Division, make_table
 from tide.kernels.tiles import factors
 from tide.torch_types import to_torch
@@ -75,13 +75,13 @@ def place_jobs(step: Place, bases: Bases, tuning: Tuning) -> list[_Job]:
             _block(cast.runs, cast.count * parts, (bases.locate(cast.dst), bases.locate(cast.src)), sizes, item)
             for item, cast in enumerate(casts)
         ]
-        division = Division(sizes, tuning.block, tuning.narrow, tuning.ctas)
+        division = places.division_of(sizes, tuning)
         jobs.append(_Job(lambda mode, chosen=variant: chosen, division, pairs, False))  # type: ignore[misc]
     return jobs
 
 
-def accumulate_jobs(step: Accumulate, bases: Bases, tuning: Tuning | None) -> list[_Job]:
-    """Launches of an Accumulate step, one for each form of sum."""
+def accumulate_jobs(step: Accumulate, bases: Bases, ctas: int) -> list[_Job]:
+    """Launches of an Accumulate step on so many programs at most, one for each form of sum."""
     groups: dict[tuple[int, str, str, bool], list[Sum]] = {}
     for total in step.sums:
         key = (len(total.srcs), total.src_dtype, total.dst_dtype, total.base is not None)
@@ -89,13 +89,13 @@ def accumulate_jobs(step: Accumulate, bases: Bases, tuning: Tuning | None) -> li
     jobs = []
     for (pieces, src, dst, based), totals in groups.items():
         form = sums.Form(pieces, to_torch(src), to_torch(dst), based)
-        chosen = sums.default_tuning(tuning, pieces)
+        chosen = sums.default_tuning(pieces, ctas)
         pairs = []
         for item, total in enumerate(totals):
             regions = [total.dst, *total.srcs] + ([total.base] if total.base is not None else [])
             places = [bases.locate(region) for region in regions]
             pairs.append(_block(total.runs, total.count, places, form.sizes, item))
-        division = Division(form.sizes, chosen.block, chosen.narrow, chosen.ctas)
+        division = sums.division_of(form, chosen)
 
         def variant(mode: int, form: sums.Form = form, chosen: Tuning = chosen) -> Variant:
             return sums.variant_of(form, mode, chosen)
@@ -120,6 +120,8 @@ class LaunchSet:
         self._steps: list[list[_Job]] = []
         self._classes: tuple[int, ...] | None = None
         self.launches: list[list[Launch]] = []
+        # Scratch memory for all launches, as they follow each other. Bound launches may use all but the last.
+        self._scratch: list[torch.Tensor] = []
 
     def add(self, jobs: list[_Job]) -> int:
         """Adds the launches of a step; returns the step's number."""
@@ -196,9 +198,11 @@ class LaunchSet:
     def _bind(self, variant: Variant, launch: Launch, scalars: tuple[float, ...]) -> Callable[[int], None]:
         compiled = prepare(variant, self.device)
         address, driver = self.memory.data_ptr() + 8 * launch.offset, self.driver
+        scratch = self._scratch_of(scratch_size(compiled, launch.programs))
         with torch.cuda.device(self.device):
-            runner = compiled[(launch.programs, 1, 1)]  # loads the kernel
-        plain = plain_launch(compiled, address, scalars, launch.programs, driver.launch)
+            runner = with_scratch(compiled[(launch.programs, 1, 1)], scratch)  # loads the kernel
+        place = 0 if scratch is None else scratch.data_ptr()
+        plain = plain_launch(compiled, address, scalars, launch.programs, driver.launch, place)
         if plain is not None:
             direct, check = plain, driver.check
 
@@ -213,3 +217,9 @@ class LaunchSet:
             runner(address, *scalars, *values, stream=stream)
 
         return start_through_triton
+
+    def _scratch_of(self, size: int) -> torch.Tensor | None:
+        """Memory of at least so many bytes for a launch's tensor descriptors; None for 0."""
+        if size and (not self._scratch or len(self._scratch[-1]) < size):
+            self._scratch.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        return self._scratch[-1] if size else None

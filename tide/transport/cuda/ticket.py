@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tide.transport.cuda.transport import CudaTransport
 
 #: CTAs of the kernels, by measurement (benchmarks/cuda_check.py): as few as keep up with the copy engines.
-PLACE_CTAS = 64
+PLACE_CTAS = 32
 ACCUMULATE_CTAS = 32
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from tide.compiler.compile import COLLECTIVES, Compiled
 from tide.compiler.place import align
 from tide.compiler.steps import Buffer, Lane, Program, Wait
 from tide.errors import CapabilityError, InputError, PeerError
-from tide.kernels.launch import Tuning
+from tide.kernels import place
 from tide.torch_types import from_torch
 from tide.transport.agreement import (
     TIMEOUT_VARIABLE,
@@ -103,8 +104,8 @@ class CudaTransport(Transport):
             last=self._last_event,
             write_to_peers=self.write_to_peers,
             wait_flags=driver.wait_flags,
-            place=Tuning(ctas=settings.place_ctas),
-            accumulate=Tuning(ctas=settings.accumulate_ctas),
+            place=replace(place.DEFAULT, ctas=settings.place_ctas),
+            accumulate_ctas=settings.accumulate_ctas,
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
