@@ -33,8 +33,8 @@ class PlanOptions:
         How shards spread within a node: ``"push"`` (each rank writes its shard to its peers as it is placed) or
         ``"pull"`` (each reads its peers' when they are in place). Pushes were measured faster.
     piece_bytes : int
-        Push route: the first piece of a shard that leaves while the next one is being placed; each piece is three
-        times the one before for every peer in the node.
+        Push route: bytes of the first piece of a shard at least, which leaves while the next one is being placed; the
+        pieces grow by the speed of casts over that of pushes.
     receive_depth : int
         Positions of the receive, partial and wire areas (2 = double buffering).
     padded_storage : bool
@@ -47,7 +47,7 @@ class PlanOptions:
     min_run_bytes: int = 512
     put_bytes: int = 64 * MIB
     route: str = "push"
-    piece_bytes: int = 12 * MIB
+    piece_bytes: int = 4 * MIB
     chunk_bytes: int | None = None
     receive_depth: int = 2
     padded_storage: bool = False
