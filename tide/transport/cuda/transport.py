@@ -27,12 +27,13 @@ from tide.transport.agreement import (
     settle,
 )
 from tide.transport.base import Binding, Transport
-from tide.transport.cuda.arena import Arena, open_arena, tensor_at
+from tide.transport.cuda.arena import Arena, Request, open_arena, tensor_at
 from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
+from tide.transport.cuda.wire import Wire, crossing_units, needs_of
 from tide.transport.cuda.words import MASK, STRIDE, Words, value_table
 
 if TYPE_CHECKING:
@@ -46,8 +47,42 @@ NO_PEER_WRITES = 13010
 SAME_STREAM = {"claim": "ag.node"}
 
 
+def arena_request(compiled: Compiled, rank: int, settings: Settings) -> Request:
+    """What the arena has to offer for a plan.
+
+    Raises
+    ------
+    CapabilityError
+        If copies are asked for between real nodes.
+    """
+    topology = compiled.topology
+    node = topology.node_of(rank)
+    real = topology.nodes > 1 and not topology.virtual
+    reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
+    if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
+        return Request(reachable)
+    if settings.puts == "copy":
+        if real:
+            raise CapabilityError(
+                f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
+                "Topology(..., virtual=True) where all ranks are on one machine"
+            )
+        return Request(reachable)
+    needs = needs_of(compiled.arena, settings.communicators)
+    return Request(reachable, needs, required=real or settings.puts == "nccl")
+
+
+def _wire(arena: Arena, compiled: Compiled, rank: int) -> Wire | None:
+    window = arena.window
+    if window is None:
+        return None
+    return Wire(
+        window.library, window.communicators, window.windows, compiled.arena, compiled.topology, rank, window.abort
+    )
+
+
 class CudaTransport(Transport):
-    """Runs programs on one node of GPUs that reach each other's memory.
+    """Runs programs on GPUs: by copy engine within a node, by NCCL's puts between nodes.
 
     Made by :meth:`open`.
 
@@ -91,6 +126,7 @@ class CudaTransport(Transport):
         self.write_to_peers = settings.signals == "write" or (
             settings.signals == "auto" and driver.version < NO_PEER_WRITES
         )
+        self.wire = _wire(arena, compiled, rank)
         self._streams: dict[str, int] = {}
         self._device = Device(
             driver=driver,
@@ -105,6 +141,8 @@ class CudaTransport(Transport):
             wait_flags=driver.wait_flags,
             place=Tuning(ctas=settings.place_ctas),
             accumulate=Tuning(ctas=settings.accumulate_ctas),
+            wire=self.wire,
+            record=self._record,
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
@@ -152,7 +190,7 @@ class CudaTransport(Transport):
         Raises
         ------
         CapabilityError
-            If a rank has no CUDA device or no symmetric memory can be had.
+            If a rank has no CUDA device, no symmetric memory can be had, or NCCL cannot put between real nodes.
         PeerError
             If the ranks hold different plans or settings, or one does not come.
         """
@@ -176,7 +214,8 @@ class CudaTransport(Transport):
             driver = Driver(device.index)
             facts = {**plan_facts(compiled), "settings": settings, "driver": driver.version}
             agree(facts, None, control, timeout)
-            arena = open_arena(size, rank, device, group, control, timeout, provider)
+            request = arena_request(compiled, rank, settings)
+            arena = open_arena(size, rank, device, group, control, timeout, provider, request)
             transport, failure = None, None
             try:
                 start = arena.addresses[rank] + compiled.arena.signals
@@ -239,6 +278,7 @@ class CudaTransport(Transport):
             lowered.unawaited = self._unawaited(binding.slot) if writes_slot else []
             self._numbers += 1
             ticket = CudaTicket(self, self._numbers, binding, lowered)
+            lowered.marks = ticket.marks
             self.driver.range_push(lowered.name)
             try:
                 ticket.entry = lowered.entry = self._record(self.driver.current_stream())
@@ -401,8 +441,8 @@ class CudaTransport(Transport):
                 ticket = tickets.popleft()
                 ticket.finished = True
                 ticket.gradients = ticket.outputs = ticket.tensors = None
-                self._pool += [ticket.entry, *ticket.ends]
-                ticket.ends, ticket.released, ticket.entry, ticket.gate = [], [], 0, 0
+                self._pool += [ticket.entry, *ticket.ends, *ticket.marks]
+                ticket.ends, ticket.released, ticket.marks, ticket.entry, ticket.gate = [], [], [], 0, 0
 
     # Failing and closing -----------------------------------------------------------------------
 
