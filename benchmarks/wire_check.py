@@ -47,15 +47,17 @@ class Check:
         Virtual nodes.
     communicators : int
         NCCL communicators, where a section does not compare them.
+    signals : str
+        What tells of a put, likewise.
     steps : int
         Of the stress.
     """
 
-    def __init__(self, nodes: int, communicators: int, steps: int) -> None:
+    def __init__(self, nodes: int, communicators: int, signals: str, steps: int) -> None:
         from cuda_check_support import Bench
 
         self.steps = steps
-        self.bench = Bench(None, nodes, puts="nccl", communicators=communicators)
+        self.bench = Bench(None, nodes, puts="nccl", communicators=communicators, wire_signals=signals)
         self.rank, per_node = self.bench.rank, self.bench.topology.gpus_per_node
         self.peer = (self.rank + per_node) % self.bench.world  # at the same place of the next node
         self.source = (self.rank - per_node) % self.bench.world
@@ -236,9 +238,12 @@ class Check:
         rows = block_units()["llama"]
         twice = {f"llama{i}": tuple(replace(p, name=f"{i}.{p.name}") for p in rows) for i in range(2)}
         self.bench.measure_ceiling({})
-        ways = {"nccl, 1 comm.": ("nccl", 1), "nccl, 2 comm.": ("nccl", 2), "nccl, 4 comm.": ("nccl", 4)}
-        for label, (puts, communicators) in {**ways, "copies": ("copy", 1)}.items():
-            session = self.bench.session(twice, PlanOptions(slots=2), puts=puts, communicators=communicators)
+        ways: dict[str, dict[str, Any]] = {
+            f"{signals}, {number} comm.": {"wire_signals": signals, "communicators": number}
+            for signals, number in (("nccl", 1), ("nccl", 2), ("nccl", 4), ("word", 1), ("word", 4))
+        }
+        for label, settings in {**ways, "copies": {"puts": "copy"}}.items():
+            session = self.bench.session(twice, PlanOptions(slots=2), **settings)
             out[label] = _time_block(self.bench, session, twice, label)
             session.close()
 
@@ -295,7 +300,7 @@ def rank_main(given: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     if reason := nccl.unusable():
         raise SystemExit(f"wire_check: {reason}")
-    check, found = Check(given.nodes, given.communicators, given.steps), {}
+    check, found = Check(given.nodes, given.communicators, given.signals, given.steps), {}
     getattr(check, given.section)(found)
     if check.rank == 0:
         given.out.write_text(json.dumps({"facts": common.facts(), "found": found}))
@@ -318,7 +323,7 @@ def run(section: str, nodes: int, per_node: int, given: argparse.Namespace, fold
         port = free.getsockname()[1]
     out = folder / f"{section}-{nodes}x{per_node}.json"
     command = [sys.executable, __file__, "--section", section, "--nodes", str(nodes), "--out", str(out)]
-    command += ["--steps", str(given.steps), "--communicators", str(given.communicators)]
+    command += ["--steps", str(given.steps), "--communicators", str(given.communicators), "--signals", given.signals]
     here = Path(__file__).resolve().parent
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if world > gpus else {}
     begin, ranks = time.monotonic(), []
@@ -385,6 +390,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a section may take")
     parser.add_argument("--steps", type=int, default=400, help="of the stress")
     parser.add_argument("--communicators", type=int, default=1, help="where a section does not compare them")
+    parser.add_argument("--signals", choices=("nccl", "word"), default="nccl", help="likewise")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--nodes", type=int, default=2, help=argparse.SUPPRESS)
     given = parser.parse_args()

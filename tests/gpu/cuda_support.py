@@ -29,7 +29,7 @@ from tide.transport.cuda import transport as transport_module
 from tide.transport.cuda.arena import Arena
 from tide.transport.cuda.driver import MEM_OP_WAIT_32, MEM_OP_WORDS, NOT_READY, SUCCESS
 from tide.transport.cuda.tables import Launch, LaunchSet
-from tide.transport.cuda.transport import arena_request
+from tide.transport.cuda.transport import arena_bytes, arena_request
 from tide.transport.cuda.words import reached
 
 #: An operation: True once it has run, False while it has to wait.
@@ -500,12 +500,12 @@ class Cluster:
     ) -> None:
         self.compiled, self.machine = compiled, machine
         world = compiled.topology.world_size
-        size = compiled.arena.size + align(4 * world, 4096)
+        size, table = arena_bytes(compiled)
         self.memory = [torch.full((size + 4096,), 0xEE, dtype=torch.uint8) for _ in range(world)]
         addresses = {rank: align(memory.data_ptr(), 4096) for rank, memory in enumerate(self.memory)}
         for address in addresses.values():
             start = compiled.arena.signals
-            ctypes.memset(address + start, 0, size - start)
+            ctypes.memset(address + start, 0, table - start)
         self.kept: list[object] = []
         self.sessions = []
         settings = settings or Settings(4, 4, puts="copy")

@@ -43,6 +43,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="virtual nodes that the ranks are spread over")
     parser.add_argument("--puts", choices=("auto", "nccl", "copy"), default="auto", help="steps between them")
     parser.add_argument("--communicators", type=int, default=1, help="of NCCL, for those steps")
+    parser.add_argument("--signals", choices=("nccl", "word"), default="nccl", help="what tells of a put")
     parser.add_argument("--debug", action="store_true", help="parity: poison vacated slots, delay random streams")
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="parity: this case")
     parser.add_argument("--part", type=int, default=0, help="parity: every PARTS-th case from this one on")
@@ -75,7 +76,7 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
         return {}
     from tide.transport.cuda import Settings
 
-    return {"settings": Settings(puts=given.puts, communicators=given.communicators)}
+    return {"settings": Settings(puts=given.puts, communicators=given.communicators, wire_signals=given.signals)}
 
 
 def transport_of(given: argparse.Namespace) -> Any:

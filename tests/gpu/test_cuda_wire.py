@@ -33,27 +33,31 @@ from tide.transport.cuda.wire import COMMUNICATORS, LANES, Tally, Wire, needs_of
 
 #: Real nodes: peers of other nodes have no address here.
 REAL = [Topology(2, 1), Topology(2, 2), Topology(3, 1)]
-#: Communicators, and whether each runs in order of issue.
+#: Communicators, whether each runs in order of issue, and what tells of a put.
 FEW = [
-    (Topology(2, 1), 1, True),
-    (Topology(2, 2), 2, True),
-    (Topology(3, 1), 4, True),
-    (Topology(3, 2), 1, False),
+    (Topology(2, 1), 1, True, "nccl"),
+    (Topology(2, 2), 2, True, "nccl"),
+    (Topology(3, 1), 4, True, "nccl"),
+    (Topology(3, 2), 1, False, "nccl"),
+    (Topology(2, 2), 1, True, "word"),
+    (Topology(3, 1), 4, False, "word"),
 ]
 FINE = replace(TIGHT, min_put_run_bytes=16)
 
 
-def wired(communicators: int = 1) -> Settings:
-    return Settings(4, 4, puts="nccl", communicators=communicators)
+def wired(communicators: int = 1, signals: str = "nccl") -> Settings:
+    return Settings(4, 4, puts="nccl", communicators=communicators, wire_signals=signals)
 
 
-@pytest.mark.parametrize(("topology", "communicators", "serial"), FEW, ids=str)
+@pytest.mark.parametrize(("topology", "communicators", "serial", "signals"), FEW, ids=str)
 @routes
-def test_every_unit_over_the_wire(topology: Topology, communicators: int, serial: bool, route: str) -> None:
+def test_every_unit_over_the_wire(
+    topology: Topology, communicators: int, serial: bool, signals: str, route: str
+) -> None:
     """Bytes of both collectives with peers of other nodes out of reach, slots in use again, poison between."""
     compiled = compiled_for(topology, options=FINE, route=route)
     machine = Machine(1)
-    with cluster(compiled, machine, settings=wired(communicators), serial=serial) as made:
+    with cluster(compiled, machine, settings=wired(communicators, signals), serial=serial) as made:
         for turn, (number, unit) in itertools.product(range(2), enumerate(UNITS)):
             seed = 1000 * turn + 10 * number
             gather(made, unit, seed, between=7)
@@ -64,17 +68,18 @@ def test_every_unit_over_the_wire(topology: Topology, communicators: int, serial
             check_reduced(made, unit, seed, outs, 0.5)
             for session in made.sessions:
                 session.release(unit)
-        assert {call[0] for fake in made.nccl for call in fake.calls} == {"put", "signal", "wait"}
+        kinds = {call[0] for fake in made.nccl for call in fake.calls}
+        assert kinds == ({"put"} if signals == "word" else {"put", "signal", "wait"})
 
 
-@pytest.mark.parametrize("communicators", COMMUNICATORS)
+@pytest.mark.parametrize(("communicators", "signals"), [(1, "nccl"), (2, "nccl"), (4, "nccl"), (1, "word")])
 @pytest.mark.parametrize(("seed", "shared"), [(0, False), (1, True)], ids=["free queues", "one queue"])
-def test_collectives_overlap_over_the_wire(seed: int, communicators: int, shared: bool) -> None:
+def test_collectives_overlap_over_the_wire(seed: int, communicators: int, shared: bool, signals: str) -> None:
     """Several under way at once, each communicator in order of issue, and all streams in one queue: nothing blocks."""
     topology = Topology(2, 2)
     compiled = compiled_for(topology, options=FINE)
     machine = Machine(seed, shared)
-    with cluster(compiled, machine, settings=wired(communicators)) as made:
+    with cluster(compiled, machine, settings=wired(communicators, signals)) as made:
         reduced = []
         for turn in range(12):
             unit = list(UNITS)[turn % len(UNITS)]
@@ -272,6 +277,8 @@ def test_settings_of_the_wire_are_checked() -> None:
         Settings(puts="rdma")
     with pytest.raises(InputError, match="communicators must be one of"):
         Settings(communicators=3)
+    with pytest.raises(InputError, match="wire_signals must be 'nccl' or 'word', got 'bell'"):
+        Settings(wire_signals="bell")
 
 
 # Faults -------------------------------------------------------------------------------------------
@@ -327,6 +334,25 @@ def test_missing_rank_of_another_node(
             assert "this process ends itself" in said
             second.all_gather("block0", shards[1])
             machine.finish()
+
+
+def test_flag_words_are_set_free() -> None:
+    """With words instead of NCCL's signals, a missing rank of another node leaves no stream stuck."""
+    compiled = compiled_for(Topology(2, 1), ["block0"])
+    machine = Machine(0)
+    with cluster(compiled, machine, settings=wired(signals="word"), timeout=0.2) as made:
+        first = made.sessions[0]
+        shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block0"])]
+        ticket = first.all_gather("block0", shards)
+        limit = time.monotonic() + 20
+        while first.transport.broken is None and time.monotonic() < limit:  # type: ignore[attr-defined]
+            machine.go(100)
+            time.sleep(0.02)
+        with pytest.raises(PeerError, match=r"ag\.wire waits at step \d+ for 1 signal\(s\) FREE of rank 1\."):
+            ticket.wait()
+        machine.finish()
+        time.sleep(0.3)
+        assert not made.nccl[0].aborted
 
 
 def test_larger_runs_travel_as_they_are() -> None:

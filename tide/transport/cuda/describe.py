@@ -47,9 +47,10 @@ def _network(transport: CudaTransport) -> str:
         return "off: one node"
     if transport.wire is None:
         return "off: virtual nodes, by copies and flag words"
+    signals = "signals" if transport.wire.words is None else "flag words"
     if topology.virtual:
-        return "NCCL puts and signals between virtual nodes; no network is crossed"
-    return "NCCL puts and signals between nodes"
+        return f"NCCL puts and {signals} between virtual nodes; no network is crossed"
+    return f"NCCL puts and {signals} between nodes"
 
 
 def _why_copies(transport: CudaTransport) -> str:

@@ -145,7 +145,11 @@ class _Lowering:
             return
         rank = self.rank_of(step.peer)
         if (wire := self.wire_to(step.peer)) is not None:
-            self.append(wire.signal(stream, rank, step.count, wire.channel(self.binding.slot, step.lane)))
+            slot, lane = self.binding.slot, step.lane
+            if wire.words is None:
+                self.append(wire.signal(stream, rank, step.count, wire.channel(slot, lane)))
+            else:
+                self.append(wire.word(stream, rank, step.count, slot, lane))
             return
         address = self.device.arenas[rank] + self.words.outgoing(self.binding.slot, step.lane)
         index = self.words.index(self.binding.slot, step.lane, rank)
@@ -156,7 +160,8 @@ class _Lowering:
         if step.peer == self.program.position:
             self.wait_for_oneself(name, stream, step)
             return
-        if (wire := self.wire_to(step.peer)) is not None:
+        wire = self.wire_to(step.peer)
+        if wire is not None and wire.words is None:
             self.wait_for_wire(wire, name, stream, number, step)
             return
         rank, slot = self.rank_of(step.peer), self.binding.slot
@@ -189,7 +194,7 @@ class _Lowering:
         return wire if wire is not None and wire.crosses(self.rank_of(position)) else None
 
     def put(self, wire: Wire, stream: int, step: Put) -> None:
-        """Each contiguous segment as a put with a signal of its own."""
+        """Each contiguous segment as a put with a signal of its own; then the flag word, where that is the signal."""
         start = self.bases.start
         own = self.device.arenas[self.device.rank]
         pieces = [
@@ -198,6 +203,8 @@ class _Lowering:
         ]
         channel = wire.channel(self.binding.slot, step.lane)
         self.append(wire.put(stream, self.rank_of(step.peer), pieces, channel))
+        if wire.words is not None:
+            self.signal(stream, Signal(step.peer, step.lane))
 
     def wait_for_wire(self, wire: Wire, name: str, stream: int, number: int, step: Wait) -> None:
         """Neighbouring waits of a stream on one communicator and context share a call."""

@@ -36,6 +36,10 @@ class Settings:
     puts : str
         Steps between nodes: ``"nccl"``: NCCL's one-sided calls; ``"copy"``: copies and flag words, which reach
         virtual nodes only; ``"auto"``: NCCL, or copies between virtual nodes where it cannot put.
+    wire_signals : str
+        How a put is told and awaited: ``"nccl"``: by NCCL's signals; ``"word"``: by flag words that are put after
+        the data, and awaited as within a node. NCCL holds everything on a communicator back behind a wait of its
+        own, and nobody can set one free whose peer is gone: the process then ends itself.
     communicators : int
         NCCL communicators that those steps are spread over: 1, 2 (one for each collective) or 4 (one for each kind
         of signal). NCCL runs what is issued to one of them in order, over all streams.
@@ -45,6 +49,7 @@ class Settings:
     accumulate_ctas: int = ACCUMULATE_CTAS
     signals: str = "auto"
     puts: str = "auto"
+    wire_signals: str = "nccl"
     communicators: int = 1
 
     def __post_init__(self) -> None:
@@ -52,6 +57,8 @@ class Settings:
             raise InputError(f"signals must be 'auto', 'write' or 'copy', got {self.signals!r}")
         if self.puts not in PUTS:
             raise InputError(f"puts must be {', '.join(map(repr, PUTS[:-1]))} or {PUTS[-1]!r}, got {self.puts!r}")
+        if self.wire_signals not in ("nccl", "word"):
+            raise InputError(f"wire_signals must be 'nccl' or 'word', got {self.wire_signals!r}")
         if self.communicators not in COMMUNICATORS:
             raise InputError(f"communicators must be one of {COMMUNICATORS}, got {self.communicators!r}")
         for name in ("place_ctas", "accumulate_ctas"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tide.compiler.compile import COLLECTIVES, Compiled
-from tide.compiler.place import align
+from tide.compiler.place import AREA_ALIGNMENT, align
 from tide.compiler.steps import Buffer, Lane, Program, Wait
 from tide.errors import CapabilityError, InputError, PeerError
 from tide.kernels.launch import Tuning
@@ -34,7 +34,7 @@ from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
 from tide.transport.cuda.wire import Wire, crossing_units, needs_of
-from tide.transport.cuda.words import MASK, STRIDE, Words, value_table
+from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words, value_table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,16 +68,30 @@ def arena_request(compiled: Compiled, rank: int, settings: Settings) -> Request:
                 "Topology(..., virtual=True) where all ranks are on one machine"
             )
         return Request(reachable)
-    needs = needs_of(compiled.arena, settings.communicators)
+    needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
     return Request(reachable, needs, required=real or settings.puts == "nccl")
 
 
-def _wire(arena: Arena, compiled: Compiled, rank: int) -> Wire | None:
+def arena_bytes(compiled: Compiled) -> tuple[int, int]:
+    """Bytes of the arena with the peers' abort words and the table of counter values, and where that begins."""
+    table = compiled.arena.size + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
+    return table + align(4 * VALUES, AREA_ALIGNMENT), table
+
+
+def _wire(arena: Arena, compiled: Compiled, words: Words, values: int, settings: Settings) -> Wire | None:
     window = arena.window
     if window is None:
         return None
     return Wire(
-        window.library, window.communicators, window.windows, compiled.arena, compiled.topology, rank, window.abort
+        window.library,
+        window.communicators,
+        window.windows,
+        compiled.arena,
+        compiled.topology,
+        words.rank,
+        window.abort,
+        words if settings.wire_signals == "word" else None,
+        values,
     )
 
 
@@ -121,12 +135,13 @@ class CudaTransport(Transport):
         self.words = Words(compiled.arena, rank)
         self.abort_offset, self.abort_words = compiled.arena.size, compiled.arena.world_size
         self.broken: str | None = None
-        self._values = torch.from_numpy(value_table().astype("int64")).to(device, torch.int32)
-        self.value_table = self._values.data_ptr()
+        self.value_table = arena.addresses[rank] + arena_bytes(compiled)[1]
+        table = torch.from_numpy(value_table().astype("int64"))
+        tensor_at(self.value_table, VALUES, torch.int32, device, arena.owner).copy_(table)
         self.write_to_peers = settings.signals == "write" or (
             settings.signals == "auto" and driver.version < NO_PEER_WRITES
         )
-        self.wire = _wire(arena, compiled, rank)
+        self.wire = _wire(arena, compiled, self.words, self.value_table, settings)
         self._streams: dict[str, int] = {}
         self._device = Device(
             driver=driver,
@@ -205,7 +220,7 @@ class CudaTransport(Transport):
         if not isinstance(device, torch.device):
             device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         group, rank = resolve_group(compiled.topology.world_size, rank, group)
-        size = compiled.arena.size + align(4 * compiled.arena.world_size, 4096)
+        size, _ = arena_bytes(compiled)
         if group is None and not torch.distributed.is_initialized():
             arena = open_arena(size, rank, device, None, None, timeout)
             return cls(compiled, rank, arena, Driver(device.index), device, settings, timeout)

@@ -9,9 +9,9 @@ On expiry the flag words tell who is missing. They are then overwritten with wha
 everything drains; the data is worthless, and the transport raises :class:`~tide.errors.PeerError` from then on.
 Peers are told through a word of theirs, so that they need not wait for their own deadline.
 
-A wait of NCCL's is on a word that nobody else can write. The communicators are broken off, on a thread of their own,
-as NCCL may wait for the stream that waits. If the peer does not turn up after all, the stream stays stuck, and a host
-that has run into it would hang for ever: after a last respite the process ends itself, with the reason on stderr.
+A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. If a stream does not drain,
+the communicators are broken off, on a thread of their own, as NCCL may wait for just that stream. A host that has run
+into it would hang for ever: after a last respite the process ends itself, with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ INTERVAL = 0.25
 ASK_PEERS = 1.0
 #: Seconds that reading the flag words may take.
 READ_TIMEOUT = 5.0
-#: Seconds from the deadline to the end of a process whose streams wait for signals of NCCL that never come.
+#: Seconds that streams get to drain before NCCL's communicators are broken off.
+DRAIN = 1.0
+#: Seconds from the deadline to the end of a process whose streams wait in NCCL for what never comes.
 RESPITE = 30.0
 #: Its exit code then (``EX_PROTOCOL``).
 EXIT_CODE = 76
@@ -65,7 +67,7 @@ class Watchdog:
         self._event = 0
         self._started: dict[int, float] = {}
         self._aborting: threading.Thread | None = None
-        self._failed_at = 0.0
+        self._stuck_since: float | None = None
         interval = min(INTERVAL, timeout / 4)
         self._thread = threading.Thread(target=self._run, args=(interval,), name="tide-watchdog", daemon=True)
 
@@ -162,7 +164,6 @@ class Watchdog:
         transport.fail(message)
         self._tell_peers()
         self._release()
-        self._break_off(time.monotonic())
 
     def blocked(self, ticket: CudaTicket, words: Sequence[int]) -> str:
         """What each stream of a collective waits for, given the flag words (two 32-bit halves each)."""
@@ -195,15 +196,17 @@ class Watchdog:
         return [c for c in ticket.crossings if c.mark >= len(done) or not done[c.mark]]
 
     def _break_off(self, now: float) -> None:
-        """Breaks NCCL's communicators off where a stream waits in them, and in the end the process."""
+        """Breaks NCCL's communicators off if the streams do not drain, and in the end the process."""
         transport = self._transport
-        if transport.wire is None or not any(self._open_crossings(ticket) for ticket in transport.outstanding()):
+        if transport.wire is None:
             return
+        if self._stuck_since is None:
+            self._stuck_since = now
         if self._aborting is None:
-            self._failed_at = now
-            self._aborting = threading.Thread(target=self._abort, name="tide-nccl-abort", daemon=True)
-            self._aborting.start()
-        elif now - self._failed_at >= RESPITE:
+            if now - self._stuck_since >= DRAIN:
+                self._aborting = threading.Thread(target=self._abort, name="tide-nccl-abort", daemon=True)
+                self._aborting.start()
+        elif now - self._stuck_since >= RESPITE:
             message = f"{transport.broken}\nThe device still waits {RESPITE:g} s later: this process ends itself.\n"
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(message)

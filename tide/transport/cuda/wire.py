@@ -8,6 +8,10 @@ keeps the puts and signals of a lane in order, and lets lanes overtake each othe
 NCCL runs the operations of one communicator in the order of their issue, also those of different streams: a wait then
 holds back puts that were issued later. `issue_order` makes that safe (every wait comes after its signal, over all
 ranks), and more than one communicator makes it cheaper.
+
+Instead of NCCL's signals, flag words may be put (`Wire.words`): four bytes, as a put of their own after the data. The
+stream has then seen the data out, and the waits are the same as within a node: no operation of NCCL's, so nothing is
+held back, and the watchdog can set them free.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from tide.errors import InputError, TransportError
 from tide.topology import Topology
 from tide.transport.cuda.nccl import UINT8, SignalsAwaited
 from tide.transport.cuda.window import WireNeeds
+from tide.transport.cuda.words import VALUES, Words
 
 #: Lanes that may cross nodes, each with a context of its own, in this order.
 LANES = (Lane.FREE, Lane.WIRE, Lane.PARTIAL, Lane.WIRE_CREDIT)
@@ -59,7 +64,7 @@ def crossing_units(units: Sequence[tuple[tuple[int, ...], ...]], topology: Topol
     return any(len({topology.node_of(rank) for rank in group}) > 1 for groups in units for group in groups)
 
 
-def needs_of(layout: ArenaLayout, communicators: int) -> WireNeeds:
+def needs_of(layout: ArenaLayout, communicators: int, words: bool = False) -> WireNeeds:
     """What the communicators have to offer for a plan.
 
     Raises
@@ -74,7 +79,7 @@ def needs_of(layout: ArenaLayout, communicators: int) -> WireNeeds:
             f"the plan has {len(layout.slots)} slots, and puts between nodes need {per_slot} signal indices for each: "
             f"more than {MOST_SIGNALS}. Compile it with PlanOptions(slots=2) or so"
         )
-    return WireNeeds(len(LANES), signals, communicators)
+    return WireNeeds(len(LANES), signals, communicators, strict=words)
 
 
 def segments(transfers: Sequence[Transfer]) -> list[Segment]:
@@ -200,6 +205,10 @@ class Wire:
         This rank.
     abort : callable
         Breaks the communicators off.
+    words : Words or None
+        Counters, where flag words are put instead of NCCL's signals.
+    values : int
+        Address of the table of counter values, in the window.
     """
 
     library: Calls
@@ -209,6 +218,8 @@ class Wire:
     topology: Topology
     rank: int
     abort: Callable[[], None]
+    words: Words | None = None
+    values: int = 0
 
     def crosses(self, rank: int) -> bool:
         """Whether ``rank`` is on another node."""
@@ -249,6 +260,22 @@ class Wire:
                 library.check(result or ended, "ncclPutSignal")
 
         return issue if len(calls) > 1 else issue_one
+
+    def word(self, stream: int, peer: int, count: int, slot: int, lane: Lane) -> Callable[[], None]:
+        """Puts the flag word of a lane, ``count`` further than before."""
+        assert self.words is not None
+        library, put, values = self.library, self.library.function("ncclPutSignal"), self.values
+        channel, sent = self.channel(slot, lane), self.words.sent
+        index, offset = self.words.index(slot, lane, peer), self.words.outgoing(slot, lane)
+        communicator, window = self.communicators[channel.communicator], self.windows[channel.communicator]
+        where = peer, window, offset, channel.signal, channel.context, 0, communicator, stream
+
+        def issue() -> None:
+            value = sent[index] = sent[index] + count
+            if result := put(values + 4 * (value % VALUES), 4, UINT8, *where):
+                library.check(result, "ncclPutSignal of a flag word")
+
+        return issue
 
     def signal(self, stream: int, peer: int, count: int, channel: Channel) -> Callable[[], None]:
         """Signals ``count`` times."""
