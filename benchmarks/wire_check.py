@@ -240,7 +240,7 @@ class Check:
         self.bench.measure_ceiling({})
         ways: dict[str, dict[str, Any]] = {
             f"{signals}, {number} comm.": {"wire_signals": signals, "communicators": number}
-            for signals, number in (("nccl", 1), ("nccl", 2), ("nccl", 4), ("word", 1), ("word", 4))
+            for signals, number in (("nccl", 1), ("nccl", 4), ("word", 1), ("word", 4))
         }
         for label, settings in {**ways, "copies": {"puts": "copy"}}.items():
             session = self.bench.session(twice, PlanOptions(slots=2), **settings)

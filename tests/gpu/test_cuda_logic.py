@@ -32,7 +32,15 @@ from tide.transport.cuda.staging import MOST, Staging
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
 
 P = Parameter
-TIGHT = PlanOptions(slots=2, chunk_bytes=512, put_bytes=4096, bundle_bytes=64, min_run_bytes=16, piece_bytes=512)
+TIGHT = PlanOptions(
+    slots=2,
+    chunk_bytes=512,
+    put_bytes=4096,
+    bundle_bytes=64,
+    min_run_bytes=16,
+    min_put_run_bytes=16,
+    piece_bytes=512,
+)
 routes = pytest.mark.parametrize("route", ROUTES)
 
 

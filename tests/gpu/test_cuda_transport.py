@@ -25,7 +25,7 @@ def open_session(
     """A session with poison between the units; two ranks share a device where there is only one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     topology = Topology(1, world) if world < 4 else Topology(2, world // 2, virtual=True)
-    options = PlanOptions(slots=2, chunk_bytes=4096, bundle_bytes=64, min_run_bytes=16)
+    options = PlanOptions(slots=2, chunk_bytes=4096, bundle_bytes=64, min_run_bytes=16, min_put_run_bytes=16)
     compiled = compiled_for(topology, names, options, route)
     return Session(compiled, CudaTransport.open(compiled, timeout=timeout, settings=Settings(**settings)), poison=True)
 

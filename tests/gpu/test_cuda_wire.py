@@ -42,7 +42,6 @@ FEW = [
     (Topology(2, 2), 1, True, "word"),
     (Topology(3, 1), 4, False, "word"),
 ]
-FINE = replace(TIGHT, min_put_run_bytes=16)
 
 
 def wired(communicators: int = 1, signals: str = "nccl") -> Settings:
@@ -55,7 +54,7 @@ def test_every_unit_over_the_wire(
     topology: Topology, communicators: int, serial: bool, signals: str, route: str
 ) -> None:
     """Bytes of both collectives with peers of other nodes out of reach, slots in use again, poison between."""
-    compiled = compiled_for(topology, options=FINE, route=route)
+    compiled = compiled_for(topology, route=route)
     machine = Machine(1)
     with cluster(compiled, machine, settings=wired(communicators, signals), serial=serial) as made:
         for turn, (number, unit) in itertools.product(range(2), enumerate(UNITS)):
@@ -77,7 +76,7 @@ def test_every_unit_over_the_wire(
 def test_collectives_overlap_over_the_wire(seed: int, communicators: int, shared: bool, signals: str) -> None:
     """Several under way at once, each communicator in order of issue, and all streams in one queue: nothing blocks."""
     topology = Topology(2, 2)
-    compiled = compiled_for(topology, options=FINE)
+    compiled = compiled_for(topology)
     machine = Machine(seed, shared)
     with cluster(compiled, machine, settings=wired(communicators, signals)) as made:
         reduced = []
@@ -102,7 +101,7 @@ def test_collectives_overlap_over_the_wire(seed: int, communicators: int, shared
 @routes
 def test_as_many_signals_are_taken_as_given(topology: Topology, route: str) -> None:
     """Counted over the calls that were made: each counter ends at what its waits have consumed."""
-    compiled = compiled_for(topology, options=FINE, route=route)
+    compiled = compiled_for(topology, route=route)
     machine = Machine(2)
     with cluster(compiled, machine, settings=wired()) as made:
         for unit in UNITS:
@@ -144,7 +143,7 @@ def _padding(program: Program) -> int:
 
 
 def test_a_partial_sum_is_one_put() -> None:
-    compiled = compiled_for(Topology(2, 2), options=FINE)
+    compiled = compiled_for(Topology(2, 2))
     puts = [s for _, _, s in compiled.program("block0", "reduce_scatter", 0).steps() if isinstance(s, Put)]
     assert max(len(put.transfers) for put in puts) > 1
     assert all(len(segments(put.transfers)) == 1 for put in puts)
@@ -207,7 +206,7 @@ def test_a_lane_belongs_to_one_stream() -> None:
 
 @pytest.mark.parametrize("communicators", COMMUNICATORS)
 def test_channels_are_distinct(communicators: int) -> None:
-    compiled = compiled_for(Topology(2, 1), options=replace(FINE, slots=None))
+    compiled = compiled_for(Topology(2, 1), options=replace(TIGHT, slots=None))
     needs = needs_of(compiled.arena, communicators)
     handles = list(range(communicators))
     wire = Wire(None, handles, handles, compiled.arena, compiled.topology, 0, lambda: None)  # type: ignore[arg-type]
