@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ class FakeLibrary:
 
     origin = "a test"
 
-    def __init__(self, version: int = 23203, rma: bool = True, window: bool = True, fails: str = "") -> None:
-        self.version, self.rma, self.window, self.fails = version, rma, window, fails
+    def __init__(
+        self, version: int = 23203, rma: bool = True, window: bool = True, fails: str = "", hangs: str = ""
+    ) -> None:
+        self.version, self.rma, self.window, self.fails, self.hangs = version, rma, window, fails, hangs
         self.calls: list[str] = []
         self.configs: list[nccl.Config] = []
 
@@ -52,6 +55,8 @@ class FakeLibrary:
 
     def __call__(self, name: str, *arguments: Any) -> None:
         self.calls.append(name)
+        if name == self.hangs:
+            time.sleep(3600)
         if name == self.fails:
             raise TransportError(f"{name}: made to fail (2)")
         if name in ("ncclMemAlloc", "ncclCommInitRankConfig"):
@@ -68,7 +73,12 @@ class FakeLibrary:
 
 
 def opens(
-    rank: int, world: int, behaviour: dict[int, dict[str, Any]], required: bool, needs: WireNeeds | None
+    rank: int,
+    world: int,
+    behaviour: dict[int, dict[str, Any]],
+    required: bool,
+    needs: WireNeeds | None,
+    timeout: float = 20.0,
 ) -> tuple[str, Any]:
     """What a rank gets: the notes and calls, or the error's text; another provider stands for torch's."""
     library: Any = FakeLibrary(**behaviour.get(rank, {}))
@@ -83,7 +93,7 @@ def opens(
     group = torch.distributed.group.WORLD
     try:
         request = Request([rank], needs, required)
-        arena = open_arena(4096, rank, torch.device("cpu"), group, group, 20.0, None, request)
+        arena = open_arena(4096, rank, torch.device("cpu"), group, group, timeout, None, request)
     except (CapabilityError, PeerError) as error:
         return type(error).__name__, str(error)
     arena.close()
@@ -140,6 +150,13 @@ def test_any_ranks_failure_is_every_ranks_error(case: str) -> None:
         assert "the plan has steps between nodes, but" in message
         assert "pip install --no-deps --target DIR --upgrade nvidia-nccl-cu" in message
         assert "TIDE_NCCL_LIBRARY=DIR" in message
+
+
+def test_a_set_up_that_does_not_end_is_told() -> None:
+    behaviour = {1: {"hangs": "ncclCommWindowRegister"}}
+    for kind, message in run_ranks(opens, 2, behaviour, True, NEEDS, 3.0):
+        assert kind == "CapabilityError"
+        assert "NCCL's window 0 was not ready within 3 s (rank 1)" in message
 
 
 @pytest.mark.parametrize("case", REASONS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -287,22 +288,17 @@ def _open_nccl(
     identities = exchange(own, control, timeout, "NCCL communicators")[0]
 
     def stage(what: str, work: Callable[[], Any]) -> Any:
-        result, failure = None, None
-        try:
-            result = work()
-        except (TideError, RuntimeError, OSError) as error:
-            failure = str(error)
+        result, failure = _within(timeout, device, what, work)
         if reason := _first(exchange(failure, control, timeout, f"state of NCCL's {what}")):
             raise CapabilityError(reason)
         return result
 
-    with torch.cuda.device(device):
-        window = Window(library, size, rank, dist.get_world_size(control), identities, reachable, stage, needs)
-        try:
-            agree(window.facts, None, control, timeout, "NCCL set-ups")
-        except TideError:
-            window.close()
-            raise
+    window = Window(library, size, rank, dist.get_world_size(control), identities, reachable, stage, needs)
+    try:
+        agree(window.facts, None, control, timeout, "NCCL set-ups")
+    except TideError:
+        window.close()
+        raise
     notes = [("NCCL", f"{library.version_text}, {library.origin}")]
     if needs is not None:
         notes.append(
@@ -314,3 +310,23 @@ def _open_nccl(
         )
     wired = window if needs is not None else None
     return Arena("NCCL window", window.addresses, window.memory, window.close, notes, wired)
+
+
+def _within(timeout: float, device: torch.device, what: str, work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``work`` gives, or what went wrong; NCCL itself waits for a peer without end, so a thread does it."""
+    results: list[Any] = []
+    failures: list[str] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                results.append(work())
+        except Exception as error:
+            failures.append(str(error) if isinstance(error, TideError) else f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name=f"tide-nccl-{what}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if results:
+        return results[0], None
+    return None, failures[0] if failures else f"NCCL's {what} was not ready within {timeout:g} s"
