@@ -92,7 +92,7 @@ def opens(
     logging.getLogger("tide").addHandler(handler)
     group = torch.distributed.group.WORLD
     try:
-        request = Request([rank], needs, required)
+        request = Request(range(rank + 1), needs, required)
         arena = open_arena(4096, rank, torch.device("cpu"), group, group, timeout, None, request)
     except (CapabilityError, PeerError) as error:
         return type(error).__name__, str(error)
@@ -112,7 +112,8 @@ def test_window_for_puts() -> None:
     for rank, (provider, found) in enumerate(run_ranks(opens, 2, {}, True, NEEDS)):
         assert provider == "NCCL window"
         assert found["window"]
-        assert found["addresses"] == {rank: 1 << 20 | rank}  # only what is reachable
+        # Only what is reachable, and the own memory as it was registered.
+        assert found["addresses"] == ({0: 4096} if rank == 0 else {0: 1 << 20, 1: 4096})
         assert found["configs"] == [(120, 23203, 4, 6, nccl.UNSET)] * 2
         assert found["calls"].count("ncclMemAlloc") == 1
         assert found["calls"].count("ncclCommWindowRegister") == 2
