@@ -289,7 +289,8 @@ def _open_nccl(
 
     def stage(what: str, work: Callable[[], Any]) -> Any:
         result, failure = _within(timeout, device, what, work)
-        if reason := _first(exchange(failure, control, timeout, f"state of NCCL's {what}")):
+        # A rank that has waited for NCCL in vain comes late.
+        if reason := _first(exchange(failure, control, 2 * timeout, f"state of NCCL's {what}")):
             raise CapabilityError(reason)
         return result
 
