@@ -67,7 +67,7 @@ class Check:
         from tide.compiler.model import Parameter
         from tide.compiler.options import PlanOptions
 
-        rows = {"room": (Parameter("room.weight", (self.bench.world, size)),)}
+        rows: dict[str, tuple[Parameter, ...]] = {"room": (Parameter("room.weight", (self.bench.world, size)),)}
         session: Any = self.bench.session(rows, PlanOptions(slots=1), **settings)
         return session, session.transport, session.transport.wire
 
@@ -300,7 +300,8 @@ def rank_main(given: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     if reason := nccl.unusable():
         raise SystemExit(f"wire_check: {reason}")
-    check, found = Check(given.nodes, given.communicators, given.signals, given.steps), {}
+    check = Check(given.nodes, given.communicators, given.signals, given.steps)
+    found: dict[str, Any] = {}
     getattr(check, given.section)(found)
     if check.rank == 0:
         given.out.write_text(json.dumps({"facts": common.facts(), "found": found}))
