@@ -15,7 +15,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +67,12 @@ def small_units() -> dict[str, tuple[Parameter, ...]]:
 # Correctness --------------------------------------------------------------------------------------
 
 
-def correct(bench: Bench, out: dict[str, Any]) -> None:
+def correct(bench: Bench, out: dict[str, Any], units: Mapping[str, tuple[Parameter, ...]] | None = None) -> None:
     """Each block once, bit for bit: gathers against the whole, reductions against the sum in float32."""
     # Where ranks share devices, the large blocks would only take their time.
     blocks = block_units() if bench.world <= torch.cuda.device_count() else {}
-    for name, parameters in {**blocks, **SMALL}.items():
+    units = units if units is not None else {**blocks, **SMALL}
+    for name, parameters in units.items():
         session = bench.session({name: parameters}, PlanOptions(slots=2), poison=True)
         wrong = 0
         for turn in range(2):

@@ -69,12 +69,17 @@ class Bench:
         Arena provider to use.
     nodes : int
         Virtual nodes.
+    **settings
+        Settings of the transport in every session that says nothing else.
     """
 
-    def __init__(self, provider: str | None, nodes: int = 1) -> None:
+    def __init__(self, provider: str | None, nodes: int = 1, **settings: Any) -> None:
         self.rank, self.world, self.provider = dist.get_rank(), dist.get_world_size(), provider
         self.topology = Topology(nodes, self.world // nodes, virtual=nodes > 1)
+        self.settings = settings
         self.device = torch.device("cuda", torch.cuda.current_device())
+        # Where ranks share a device, only gloo is sure to bring them together.
+        self.meeting = torch.device("cpu") if dist.get_backend() == "gloo" else self.device
         self.side = torch.cuda.Stream(priority=-1)
         self.ceiling = 0.0
         self.described = False
@@ -90,7 +95,7 @@ class Bench:
 
     def total(self, value: int) -> int:
         """Sum over the ranks."""
-        tensor = torch.tensor(value, device=self.device)
+        tensor = torch.tensor(value, device=self.meeting)
         dist.all_reduce(tensor)
         return int(tensor)
 
@@ -113,8 +118,8 @@ class Bench:
         units: dict[str, tuple[Parameter, ...]],
         options: PlanOptions,
         poison: bool = False,
-        signals: str = "auto",
         timeout: float = 20.0,
+        **settings: Any,
     ) -> Session:
         """A session over all ranks; the unit ``sync`` is for alignment."""
         mesh = Mesh((tuple(range(self.world)),))
@@ -122,7 +127,7 @@ class Bench:
         rows.append(Unit("sync", (Parameter("sync.weight", (64 * self.world, 64)),), mesh, stays_whole=True))
         compiled = compile_spec(ModelSpec(tuple(rows), "check"), self.topology, options)
         transport = CudaTransport.open(
-            compiled, timeout=timeout, provider=self.provider, settings=Settings(signals=signals)
+            compiled, timeout=timeout, provider=self.provider, settings=Settings(**{**self.settings, **settings})
         )
         if not self.described:
             self.described = True
@@ -180,7 +185,7 @@ class Bench:
             end.record()
             pairs.append((begin, end))
             torch.cuda.synchronize()
-        times = torch.tensor([b.elapsed_time(e) for b, e in pairs[2:]], device=self.device)
+        times = torch.tensor([b.elapsed_time(e) for b, e in pairs[2:]], device=self.meeting)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return statistics.median(times.tolist()) / 1e3
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide.compiler.options import PlanOptions
 from tide.errors import TideError
+from tide.nccl_library import use_nccl
 from tide.plan import Plan, compile_plan, load_plan
 from tide.topology import Topology
 
@@ -23,6 +24,7 @@ __all__ = [
     "compile_plan",
     "detach",
     "load_plan",
+    "use_nccl",
 ]
 
 

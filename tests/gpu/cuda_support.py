@@ -29,6 +29,7 @@ from tide.transport.cuda import transport as transport_module
 from tide.transport.cuda.arena import Arena
 from tide.transport.cuda.driver import MEM_OP_WAIT_32, MEM_OP_WORDS, NOT_READY, SUCCESS
 from tide.transport.cuda.tables import Launch, LaunchSet
+from tide.transport.cuda.transport import arena_bytes, arena_request
 from tide.transport.cuda.words import reached
 
 #: An operation: True once it has run, False while it has to wait.
@@ -234,6 +235,161 @@ def _store(address: int, value: int) -> bool:
     return True
 
 
+# NCCL ---------------------------------------------------------------------------------------------
+
+
+class FakeNccl:
+    """The one-sided calls of one rank, with the rules of the real ones.
+
+    Signals are counters for each (communicator, sender, index, context), waits add up. Every operation of a
+    communicator comes after those issued to it before, also on other streams, where ``serial``. A context stages what
+    it signals, so operations of one context from two streams are an error here; on a device they are a race.
+
+    Parameters
+    ----------
+    machine : Machine
+        Whose streams.
+    rank : int
+        Whose calls.
+    memory : mapping of int to int
+        Address of every rank's window.
+    counters : dict
+        Shared by all ranks.
+    needs : WireNeeds
+        What the communicators were made with.
+    serial : bool
+        As described.
+    """
+
+    FIRST = 1000  # handle of the first communicator; its window has the next hundred's
+
+    def __init__(
+        self,
+        machine: Machine,
+        rank: int,
+        memory: dict[int, int],
+        counters: dict[tuple[int, ...], int],
+        needs: Any,
+        serial: bool,
+    ) -> None:
+        self.machine, self.rank, self.memory, self.counters = machine, rank, memory, counters
+        self.needs, self.serial = needs, serial
+        self.communicators = [self.FIRST + i for i in range(needs.communicators)]
+        self.windows = [handle + 100 for handle in self.communicators]
+        self.calls: list[tuple[Any, ...]] = []
+        self.aborted = 0
+        self._expected: dict[tuple[int, ...], int] = {}
+        self._homes: dict[tuple[int, int], int] = {}
+        self._issued: dict[int, int] = {}
+        self._done: dict[int, int] = {}
+        self._group: list[tuple[Any, ...]] | None = None
+
+    # The interface of Library and Window
+    @property
+    def library(self) -> FakeNccl:
+        return self
+
+    def function(self, name: str) -> Callable[..., int]:
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+    def check(self, result: int, name: str) -> None:
+        assert result == 0, name
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    # NCCL's calls
+    def ncclGroupStart(self) -> int:
+        assert self._group is None
+        self._group = []
+        return 0
+
+    def ncclGroupEnd(self) -> int:
+        assert self._group
+        assert len({call[2:] for call in self._group}) == 1, "a group of different kinds runs in an order of NCCL's"
+        parts = [part for call in self._group for part in call[0]]
+        (*_, communicator, stream), self._group = self._group[0], None
+        return self._issue(communicator, stream, parts)
+
+    def ncclPutSignal(
+        self,
+        address: int,
+        count: int,
+        kind: int,
+        peer: int,
+        window: int,
+        offset: int,
+        signal: int,
+        context: int,
+        flags: int,
+        communicator: int,
+        stream: int,
+    ) -> int:
+        assert kind == 1
+        assert window == communicator + 100
+        assert flags == 0
+        assert self.memory[self.rank] <= address, "the source is not in the window"
+        self.calls.append(("put", peer, signal, context, count, communicator, stream))
+        to = self.memory[peer] + offset
+        parts = [lambda: _move(to, address, count), self._signal(peer, signal, context, communicator, stream)]
+        if self._group is not None:
+            self._group.append((parts, offset, peer, signal, context, communicator, stream))
+            return 0
+        return self._issue(communicator, stream, parts)
+
+    def ncclSignal(self, peer: int, signal: int, context: int, flags: int, communicator: int, stream: int) -> int:
+        assert flags == 0
+        self.calls.append(("signal", peer, signal, context, communicator, stream))
+        return self._issue(communicator, stream, [self._signal(peer, signal, context, communicator, stream)])
+
+    def ncclWaitSignal(self, number: int, descriptors: int, communicator: int, stream: int) -> int:
+        rows = [list((ctypes.c_int * 4).from_address(descriptors + 16 * row)) for row in range(number)]
+        keys = []
+        for count, peer, signal, context in rows:
+            assert count > 0
+            self._within(signal, context, communicator)
+            key = (communicator, self.rank, peer, signal, context)
+            self._expected[key] = self._expected.get(key, 0) + count
+            keys.append((key, self._expected[key]))
+            self.calls.append(("wait", peer, signal, context, count, communicator, stream))
+        assert len({key for key, _ in keys}) == number, "one descriptor for each counter"
+        return self._issue(communicator, stream, [lambda: all(self.counters.get(k, 0) >= n for k, n in keys)])
+
+    def _within(self, signal: int, context: int, communicator: int) -> None:
+        assert 0 <= signal < self.needs.signals
+        assert 0 <= context < self.needs.contexts
+        assert communicator in self.communicators
+
+    def _signal(self, peer: int, signal: int, context: int, communicator: int, stream: int) -> Run:
+        self._within(signal, context, communicator)
+        home = self._homes.setdefault((communicator, context), stream)
+        assert home == stream, f"context {context} is used from two streams"
+        key = (communicator, peer, self.rank, signal, context)
+
+        def run() -> bool:
+            self.counters[key] = self.counters.get(key, 0) + 1
+            return True
+
+        return run
+
+    def _issue(self, communicator: int, stream: int, parts: list[Run]) -> int:
+        turn = self._issued.get(communicator, 0)
+        self._issued[communicator] = turn + 1
+        for number, part in enumerate(parts):
+
+            def run(part: Run = part, last: bool = number == len(parts) - 1) -> bool:
+                if self.serial and self._done.get(communicator, 0) != turn:
+                    return False
+                if not part():
+                    return False
+                if last:
+                    self._done[communicator] = self._done.get(communicator, 0) + 1
+                return True
+
+            self.machine.put(self.rank, stream, run)
+        return 0
+
+
 # Kernels ------------------------------------------------------------------------------------------
 
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -340,23 +496,30 @@ class Cluster:
         poison: bool = True,
         batches: bool = True,
         timeout: float = 3600.0,
+        serial: bool = True,
     ) -> None:
         self.compiled, self.machine = compiled, machine
         world = compiled.topology.world_size
-        size = compiled.arena.size + align(4 * world, 4096)
+        size, table = arena_bytes(compiled)
         self.memory = [torch.full((size + 4096,), 0xEE, dtype=torch.uint8) for _ in range(world)]
         addresses = {rank: align(memory.data_ptr(), 4096) for rank, memory in enumerate(self.memory)}
         for address in addresses.values():
             start = compiled.arena.signals
-            ctypes.memset(address + start, 0, size - start)
+            ctypes.memset(address + start, 0, table - start)
         self.kept: list[object] = []
         self.sessions = []
+        settings = settings or Settings(4, 4, puts="copy")
+        counters: dict[tuple[int, ...], int] = {}
+        self.nccl: list[FakeNccl] = []
         for rank in range(world):
             driver = FakeDriver(machine, rank, batches)
-            arena = Arena("fake", addresses, self.memory, lambda: None)
-            transport = CudaTransport(
-                compiled, rank, arena, driver, torch.device("cpu"), settings or Settings(4, 4), timeout
-            )
+            request = arena_request(compiled, rank, settings)
+            mapped = {peer: addresses[peer] for peer in request.reachable}
+            arena = Arena("fake", mapped, self.memory, lambda: None)
+            if request.needs is not None:
+                self.nccl.append(FakeNccl(machine, rank, addresses, counters, request.needs, serial))
+                arena.window = self.nccl[-1]  # type: ignore[assignment]
+            transport = CudaTransport(compiled, rank, arena, driver, torch.device("cpu"), settings, timeout)
             self.sessions.append(Session(compiled, transport, poison=poison))
 
     def owner(self, stream: int) -> int:

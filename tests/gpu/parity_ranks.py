@@ -40,6 +40,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=SECTIONS, nargs="+")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--nodes", type=int, default=1, help="virtual nodes that the ranks are spread over")
+    parser.add_argument("--puts", choices=("auto", "nccl", "copy"), default="auto", help="steps between them")
+    parser.add_argument("--communicators", type=int, default=1, help="of NCCL, for those steps")
+    parser.add_argument("--signals", choices=("nccl", "word"), default="nccl", help="what tells of a put")
     parser.add_argument("--debug", action="store_true", help="parity: poison vacated slots, delay random streams")
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="parity: this case")
     parser.add_argument("--part", type=int, default=0, help="parity: every PARTS-th case from this one on")
@@ -57,6 +61,32 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # A rank ------------------------------------------------------------------------------------------
+
+
+def topology_of(world: int, given: argparse.Namespace) -> Any:
+    """The ranks on the nodes that were asked for."""
+    from tide.topology import Topology
+
+    return Topology(given.nodes, world // given.nodes, virtual=given.nodes > 1)
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the transport, by what was asked for; none on CPUs."""
+    if given.device == "cpu":
+        return {}
+    from tide.transport.cuda import Settings
+
+    return {"settings": Settings(puts=given.puts, communicators=given.communicators, wire_signals=given.signals)}
+
+
+def transport_of(given: argparse.Namespace) -> Any:
+    """What `tide.attach` takes: a name, or how to open one with other settings."""
+    from tide.transport import open_transport
+
+    name = {"cuda": "cuda", "cpu": "host"}[given.device]
+    if given.nodes == 1:
+        return name
+    return lambda compiled, rank: open_transport(name, compiled, rank, **settings_of(given))
 
 
 def rank_main(rank: int, world: int, given: argparse.Namespace, store: str = "") -> list[dict[str, Any]]:
@@ -181,6 +211,7 @@ def parity(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
 
     fsdp_parity.compare = noting
     transport = {"cuda": "cuda", "cpu": "host"}[given.device]
+    where = {"topology": topology_of(world, given)} if given.nodes > 1 else {}
     version, began = torch_version(), time.monotonic()
     cases = [*CASES, *(extra_cases() if given.device == "cuda" else ())]
     for case in cases[given.part :: given.parts]:
@@ -201,7 +232,7 @@ def parity(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
             continue
         begin, report = time.perf_counter(), ""
         wrong.clear()
-        attach = {**case.attach, "transport": transport}
+        attach = {**case.attach, "transport": transport_of(given), **where}
         if given.debug:
             attach["debug"] = True
         try:
@@ -237,7 +268,7 @@ def memory(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
 
     case = Case("memory", lambda w: stack(depth=6, mp_policy=MIXED))
     side = make(case, world)
-    tide.attach(side.model, transport="cuda" if given.device == "cuda" else "host")
+    tide.attach(side.model, transport=transport_of(given), topology=topology_of(world, given))
     samples: list[tuple[int, int]] = []
     steps = max(2 * given.steps // 3, 20)
     begin = time.perf_counter()

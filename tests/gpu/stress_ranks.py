@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import operator
 import random
 import time
 from dataclasses import replace
@@ -20,7 +22,6 @@ from tide.compiler.compile import compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.session import Session
-from tide.topology import Topology
 from tide.torch_types import to_torch
 from tide.transport import open_transport
 
@@ -129,7 +130,7 @@ class Trainer:
                 self.grads[key] = {i: grad.to(device) for i, grad in of[rank].items()}
                 self.reduced[key] = {}
                 for i in chosen:
-                    total = sum(cut(grads[i], rows[i].dim, world, rank).float() for grads in of) / world
+                    total = self.total([cut(grads[i], rows[i].dim, world, rank).float() for grads in of]) / world
                     self.reduced[key][i] = total.to(to_torch(rows[i].out_dtype)).to(device)
         # One counter a stream, so that two streams never add to the same one at once.
         self.wrong = {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("gathered", "reduced")}
@@ -137,6 +138,14 @@ class Trainer:
         self.waiting: list[Any] = []
         self.variant: dict[str, int] = {}
         self.tickets: dict[str, Any] = {}
+
+    def total(self, pieces: list[Any]) -> Any:
+        """The sum in TIDE's order: the other nodes' sums, by the rounds, and the own node's last."""
+        topology = self.session.compiled.topology
+        own, size = topology.node_of(self.session.rank), topology.gpus_per_node
+        sums = [functools.reduce(operator.add, pieces[n * size : (n + 1) * size]) for n in range(topology.nodes)]
+        others = [sums[(own - 1 - j) % topology.nodes] for j in range(topology.nodes - 1)]
+        return functools.reduce(operator.add, others) + sums[own] if others else sums[own]
 
     def differ(self, counter: str, found: Any, expected: Any) -> None:
         """Counts the bytes that differ, on the device."""
@@ -237,10 +246,18 @@ class Trainer:
 
 def stress(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
     """Thousands of collectives in FSDP2's order, with delays, counted wrong byte by wrong byte."""
+    from parity_ranks import settings_of, topology_of
+
     mesh = Mesh((tuple(range(world)),))
     rows = stress_units()
     spec = ModelSpec(tuple(Unit(name, rows[name], mesh, stays_whole=name == "root") for name in rows), "stress")
-    tight = {"chunk_bytes": 4096, "bundle_bytes": 64, "min_run_bytes": 16, "piece_bytes": 4096}
+    tight = {
+        "chunk_bytes": 4096,
+        "bundle_bytes": 64,
+        "min_run_bytes": 16,
+        "min_put_run_bytes": 16,
+        "piece_bytes": 4096,
+    }
     sequences = (
         ("push, tight, poison", given.steps, True, 1, 2, tight),
         ("pull, tight, poison", given.steps // 3, True, 1, 2, {**tight, "route": "pull"}),
@@ -249,8 +266,9 @@ def stress(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
         ("push, two ahead, poison", given.steps // 6, True, 2, 3, {"chunk_bytes": 16384}),
     )
     for name, steps, poison, ahead, slots, choices in sequences:
-        compiled = compile_spec(spec, Topology(1, world), PlanOptions(slots=slots, **choices))
-        transport = open_transport("cuda" if given.device == "cuda" else "host", compiled, rank, timeout=30.0)
+        compiled = compile_spec(spec, topology_of(world, given), PlanOptions(slots=slots, **choices))
+        kind = "cuda" if given.device == "cuda" else "host"
+        transport = open_transport(kind, compiled, rank, timeout=30.0, **settings_of(given))
         session = Session(compiled, transport, poison=poison)
         lanes = Lanes(given.device, 100 * given.seed + rank)
         trainer = Trainer(session, rank, world, lanes, given.seed)

@@ -35,7 +35,15 @@ from tide.transport.cuda.staging import MOST, Staging
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
 
 P = Parameter
-TIGHT = PlanOptions(slots=2, chunk_bytes=512, put_bytes=4096, bundle_bytes=64, min_run_bytes=16, piece_bytes=512)
+TIGHT = PlanOptions(
+    slots=2,
+    chunk_bytes=512,
+    put_bytes=4096,
+    bundle_bytes=64,
+    min_run_bytes=16,
+    min_put_run_bytes=16,
+    piece_bytes=512,
+)
 routes = pytest.mark.parametrize("route", ROUTES)
 
 
@@ -297,7 +305,7 @@ def test_every_unit_on_a_fake_machine(topology: Topology, shared: bool, signals:
     """Bytes of both collectives, over slots in use again, with poison between, in random order of the streams."""
     compiled = compiled_for(topology, route=route)
     machine = Machine(1, shared)
-    with cluster(compiled, machine, settings=Settings(4, 4, signals)) as made:
+    with cluster(compiled, machine, settings=Settings(4, 4, signals, "copy")) as made:
         for turn in range(2):
             for number, unit in enumerate(UNITS):
                 seed = 1000 * turn + 10 * number
@@ -323,7 +331,7 @@ def test_collectives_overlap(seed: int, topology: Topology, route: str) -> None:
     """Gathers and reductions of several units under way at once, the host far ahead of the device."""
     compiled = compiled_for(topology, route=route)
     machine, chance = Machine(seed, shared_queues=seed % 2 == 1), random.Random(seed)
-    with cluster(compiled, machine, settings=Settings(2, 2, "write" if seed % 3 else "copy")) as made:
+    with cluster(compiled, machine, settings=Settings(2, 2, "write" if seed % 3 else "copy", "copy")) as made:
         reduced = []
         for turn in range(12):
             unit = list(UNITS)[turn % len(UNITS)]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from parity_ranks import options, start
 
+from tide.transport.cuda import nccl
+
 
 def failures(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"{row['name']}: {row['why']}" for row in rows if row.get("outcome") == "failed")
@@ -17,6 +19,16 @@ def failures(rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("part", range(2))
 def test_parity(part: int, debug: list[str]) -> None:
     rows = start(options(["parity", "--part", str(part), "--parts", "2", *debug]))
+    assert sum(row.get("outcome") == "passed" for row in rows) > 20
+    assert not failures(rows)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(nccl.unusable() is not None, reason=f"puts between nodes: {nccl.unusable()}")
+@pytest.mark.parametrize("signals", ["nccl", "word"])
+def test_between_virtual_nodes(signals: str) -> None:
+    wire = ["--nodes", "2", "--puts", "nccl", "--signals", signals, "--steps", "100"]
+    rows = start(options(["stress", "parity", "--parts", "2", *wire]))
     assert sum(row.get("outcome") == "passed" for row in rows) > 20
     assert not failures(rows)
 

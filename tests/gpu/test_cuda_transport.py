@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from typing import Any
 
@@ -16,16 +17,23 @@ from tide.errors import InputError, PeerError
 from tide.session import Session
 from tide.topology import Topology
 from tide.torch_types import to_torch
-from tide.transport.cuda import CudaTransport, Settings
+from tide.transport.cuda import CudaTransport, Settings, nccl
 
 
 def open_session(
-    world: int, rank: int, names: list[str], timeout: float = 30.0, route: str = PlanOptions().route, **settings: Any
+    world: int,
+    rank: int,
+    names: list[str],
+    timeout: float = 30.0,
+    route: str = PlanOptions().route,
+    nodes: int = 1,
+    **settings: Any,
 ) -> Session:
     """A session with poison between the units; two ranks share a device where there is only one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    topology = Topology(1, world) if world < 4 else Topology(2, world // 2, virtual=True)
-    options = PlanOptions(slots=2, chunk_bytes=4096, bundle_bytes=64, min_run_bytes=16)
+    nodes = nodes if world < 4 else 2
+    topology = Topology(nodes, world // nodes, virtual=nodes > 1)
+    options = PlanOptions(slots=2, chunk_bytes=4096, bundle_bytes=64, min_run_bytes=16, min_put_run_bytes=16)
     compiled = compiled_for(topology, names, options, route)
     return Session(compiled, CudaTransport.open(compiled, timeout=timeout, settings=Settings(**settings)), poison=True)
 
@@ -58,8 +66,8 @@ def scatter(session: Session, world: int, unit: str, seed: int) -> None:
         assert torch.equal(bits(outs[i]).cpu(), bits(expected)), f"rank {session.rank}, {p.name}"
 
 
-def exercise(rank: int, world: int, signals: str, route: str) -> list[tuple[str, str]]:
-    session = open_session(world, rank, list(UNITS), signals=signals, route=route)
+def exercise(rank: int, world: int, route: str, nodes: int = 1, settings: Any = None) -> list[tuple[str, str]]:
+    session = open_session(world, rank, list(UNITS), route=route, nodes=nodes, **(settings or {}))
     for turn in range(3):
         for number, unit in enumerate(UNITS):
             gather(session, world, unit, 1000 * turn + 10 * number)
@@ -77,16 +85,41 @@ def exercise(rank: int, world: int, signals: str, route: str) -> list[tuple[str,
 @pytest.mark.parametrize("signals", ["write", "copy"])
 @routes
 def test_every_unit(signals: str, route: str) -> None:
-    rows = dict(run_ranks(exercise, 2, signals, route, timeout=240)[0])
+    rows = dict(run_ranks(exercise, 2, route, 1, {"signals": signals}, timeout=240)[0])
     assert rows["peer access 0 → 1"] == "mapped"
     assert rows["multicast"].startswith("off")
     assert "arena" in rows
 
 
-def overlap(rank: int, world: int, route: str) -> int:
+needs_nccl = pytest.mark.skipif(
+    nccl.unusable() is not None, reason=f"puts between nodes: {nccl.unusable()}; TIDE_NCCL_LIBRARY may name one"
+)
+wires = pytest.mark.parametrize(
+    "wire", [{"communicators": 1}, {"communicators": 4}, {"wire_signals": "word"}], ids=["one", "four", "word"]
+)
+
+
+@needs_nccl
+@pytest.mark.multi_gpu
+@wires
+@routes
+def test_every_unit_between_virtual_nodes(wire: dict[str, Any], route: str) -> None:
+    rows = dict(run_ranks(exercise, 2, route, 2, {"puts": "nccl", **wire}, timeout=240)[0])
+    assert "between virtual nodes; no network is crossed" in rows["network"]
+
+
+@needs_nccl
+@pytest.mark.multi_gpu
+@wires
+def test_overlap_with_delays_between_virtual_nodes(wire: dict[str, Any]) -> None:
+    assert run_ranks(overlap, 2, "push", 2, {"puts": "nccl", **wire}, timeout=240) == [0, 0]
+
+
+def overlap(rank: int, world: int, route: str, nodes: int = 1, settings: Any = None) -> int:
     """Gathers ahead of their use, reductions behind, from streams of the caller's, with random delays."""
     names = ["block0", "block1", "block2", "uneven", "dims"]
-    session, chance = open_session(world, rank, names, route=route), __import__("random").Random(rank)
+    session = open_session(world, rank, names, route=route, nodes=nodes, **(settings or {}))
+    chance = random.Random(rank)
     units = {name: session.compiled.spec.unit(name).parameters for name in names}
     wholes = {n: [values(p.shape, p.shard_dtype, i).cuda() for i, p in enumerate(rows)] for n, rows in units.items()}
     shards = {

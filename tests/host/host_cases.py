@@ -116,7 +116,7 @@ DIFFUSION = (
 )
 
 #: Small areas and rings, so that a few kilobytes make many chunks, puts and credits.
-TIGHT = {"chunk_bytes": 512, "put_bytes": 4096, "bundle_bytes": 64, "min_run_bytes": 16}
+TIGHT = {"chunk_bytes": 512, "put_bytes": 4096, "bundle_bytes": 64, "min_run_bytes": 16, "min_put_run_bytes": 16}
 
 CASES = {
     "dense": Case((block("dense.0"), block("dense.1"), block("dense.2")), PlanOptions(slots=2)),
@@ -126,7 +126,9 @@ CASES = {
     "uneven": Case((UNEVEN,)),
     "uneven, tight": Case((UNEVEN,), PlanOptions(receive_depth=3, **TIGHT)),
     "dims": Case((DIMS, UNEVEN), PlanOptions(slots=1)),
-    "dims, unbundled": Case((DIMS,), PlanOptions(bundle_bytes=0, min_run_bytes=0, chunk_bytes=1024, put_bytes=4096)),
+    "dims, unbundled": Case(
+        (DIMS,), PlanOptions(bundle_bytes=0, min_run_bytes=0, min_put_run_bytes=0, chunk_bytes=1024, put_bytes=4096)
+    ),
     "mixed": Case((MIXED,)),
     "mixed, tight": Case((MIXED,), PlanOptions(receive_depth=2, **TIGHT)),
     "frozen": Case((FROZEN, block("dense", grad_dtype=None), UNEVEN), PlanOptions(slots=2)),

@@ -31,7 +31,14 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 #: Everything small, so that tiny parameters are chunked, bundled and copied as large ones are.
 TINY = PlanOptions(
-    slots=2, alignment=64, bundle_bytes=16, min_run_bytes=4, put_bytes=4096, chunk_bytes=256, piece_bytes=512
+    slots=2,
+    alignment=64,
+    bundle_bytes=16,
+    min_run_bytes=4,
+    min_put_run_bytes=4,
+    put_bytes=4096,
+    chunk_bytes=256,
+    piece_bytes=64,
 )
 #: The same for each route of the all-gather.
 BY_ROUTE = {route: replace(TINY, route=route) for route in ROUTES}
@@ -138,6 +145,7 @@ def plans(draw: st.DrawFn) -> Compiled:
         alignment=draw(st.sampled_from((16, 512))),
         bundle_bytes=draw(st.sampled_from((0, 16, 256, 32 << 10))),
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
+        min_put_run_bytes=draw(st.sampled_from((0, 64))),
         put_bytes=4096,
         route=draw(st.sampled_from(ROUTES)),
         piece_bytes=draw(st.sampled_from((512, 512, 4096))),

@@ -129,8 +129,13 @@ def test_reference_adds_in_the_documented_order() -> None:
 def test_public_models_at_reduced_width(name: str, route: str) -> None:
     """Every public model with its true pattern of uneven shards, on one node and across nodes."""
     for topology, options in (
-        (Topology(1, 8), PlanOptions(slots=2, bundle_bytes=64, min_run_bytes=8, piece_bytes=512)),
-        (Topology(2, 2), PlanOptions(slots=2, bundle_bytes=64, min_run_bytes=8, piece_bytes=512, chunk_bytes=2048)),
+        (Topology(1, 8), PlanOptions(slots=2, bundle_bytes=64, min_run_bytes=8, min_put_run_bytes=8, piece_bytes=512)),
+        (
+            Topology(2, 2),
+            PlanOptions(
+                slots=2, bundle_bytes=64, min_run_bytes=8, min_put_run_bytes=8, piece_bytes=512, chunk_bytes=2048
+            ),
+        ),
         (Topology(3, 3), PlanOptions(slots=1)),
     ):
         ranks = topology.world_size

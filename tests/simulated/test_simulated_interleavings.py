@@ -47,13 +47,13 @@ def test_a_thousand_interleavings(family: str) -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 3), Topology(3, 1)], ids=_name)
-def test_long_shards_are_pushed_in_three_pieces(topology: Topology) -> None:
+def test_long_shards_are_pushed_in_several_pieces(topology: Topology) -> None:
     """What the interleavings and the faults of the push route stand on."""
     compiled = blocks(topology, 1, BY_ROUTE["push"], 4, long=True)
     for rank in range(topology.world_size):
         stream = compiled.program("layers.0", "all_gather", rank).streams[0]
         assert stream.name == "ag.place"
-        assert sum(isinstance(step, Place) for step in stream.steps) == 3
+        assert sum(isinstance(step, Place) for step in stream.steps) >= 3
 
 
 @pytest.mark.parametrize("route", ROUTES)

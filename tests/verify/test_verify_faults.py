@@ -33,7 +33,9 @@ def plan(nodes: int, local: int, chunk: int, route: str) -> Compiled:
         )
         return Unit(name, rows, mesh)
 
-    options = PlanOptions(slots=1, bundle_bytes=64, min_run_bytes=0, chunk_bytes=chunk, route=route, piece_bytes=512)
+    options = PlanOptions(
+        slots=1, bundle_bytes=64, min_run_bytes=0, min_put_run_bytes=0, chunk_bytes=chunk, route=route, piece_bytes=512
+    )
     return compile_spec(ModelSpec((unit("first"), unit("second"))), Topology(nodes, local), options)
 
 

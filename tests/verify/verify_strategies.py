@@ -38,6 +38,7 @@ def options(draw: st.DrawFn) -> PlanOptions:
         alignment=draw(st.sampled_from((16, 64, 512))),
         bundle_bytes=draw(st.sampled_from((0, 16, 64, 1 << 15))),
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
+        min_put_run_bytes=draw(st.sampled_from((0, 64))),
         put_bytes=4096,
         route=draw(st.sampled_from(("push", "pull"))),
         piece_bytes=draw(st.sampled_from((512, 4096))),

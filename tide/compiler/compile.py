@@ -21,11 +21,11 @@ COLLECTIVES = ("all_gather", "reduce_scatter")
 _Signature = tuple[tuple[object, ...], ...]
 
 
-def _signature(unit: Unit) -> _Signature:
+def _signature(unit: Unit, crosses: bool) -> _Signature:
     def key(p: Parameter) -> tuple[object, ...]:
         return (p.shape, p.dim, p.dtype, p.shard_dtype, p.grad_dtype, p.out_dtype)
 
-    return (*(key(parameter) for parameter in unit.parameters), (unit.mesh.size,))
+    return (*(key(parameter) for parameter in unit.parameters), (unit.mesh.size, crosses))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -160,13 +160,6 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
     by_signature: dict[int, tuple[UnitLayout, int]] = {}
     layouts: dict[str, UnitLayout] = {}
     chunks: dict[str, int] = {}
-    for unit in spec.units:
-        number = signatures[unit.name] = ids.setdefault(_signature(unit), len(ids))
-        if number not in by_signature:
-            by_signature[number] = lay_out_unit(unit, options), chunk_elements(unit, options)
-        layouts[unit.name], elements = by_signature[number]
-        if elements:
-            chunks[unit.name] = elements
     teams: dict[Mesh, set[Team]] = {}
 
     def teams_of(unit: Unit) -> Sequence[Team]:
@@ -174,12 +167,21 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
             teams[unit.mesh] = {team_of(group, topology) for group in unit.mesh.groups}
         return list(teams[unit.mesh])
 
+    for unit in spec.units:
+        crosses = any(team.nodes > 1 for team in teams_of(unit))
+        number = signatures[unit.name] = ids.setdefault(_signature(unit, crosses), len(ids))
+        if number not in by_signature:
+            by_signature[number] = lay_out_unit(unit, options, crosses), chunk_elements(unit, options)
+        layouts[unit.name], elements = by_signature[number]
+        if elements:
+            chunks[unit.name] = elements
+
     arena = lay_out_arena(spec, layouts, teams_of, chunks, topology.world_size, options)
     return Compiled(spec, topology, options, layouts, arena, digest(spec, topology, options), _signatures=signatures)
 
 
 #: Raised whenever layouts or programs change for the same input, so that mixed versions do not run together.
-FORMAT = 2
+FORMAT = 3
 
 
 def spec_to_dict(spec: ModelSpec) -> dict[str, object]:

@@ -25,6 +25,9 @@ class PlanOptions:
         more than a microsecond whatever its size.
     min_run_bytes : int
         Parameters whose runs are shorter than this are bundled too: copy engines are slow on them.
+    min_put_run_bytes : int
+        The same where the unit's ranks are on several nodes: a strided run is then a put of its own, which costs
+        the network about what this many bytes do. It costs the slot the parameter's bytes a second time.
     put_bytes : int
         Largest put; a rank has one put in flight per destination, so this bounds the bytes in flight.
     chunk_bytes : int or None
@@ -45,6 +48,7 @@ class PlanOptions:
     alignment: int = 512
     bundle_bytes: int = 32 << 10
     min_run_bytes: int = 512
+    min_put_run_bytes: int = 32 << 10
     put_bytes: int = 64 * MIB
     route: str = "push"
     piece_bytes: int = 4 * MIB
@@ -66,8 +70,9 @@ class PlanOptions:
             ("alignment", 16),
             ("bundle_bytes", 0),
             ("min_run_bytes", 0),
+            ("min_put_run_bytes", 0),
             ("put_bytes", 4096),
-            ("piece_bytes", 512),
+            ("piece_bytes", 64),
             ("receive_depth", 1),
         ):
             check(name, low)

@@ -86,17 +86,22 @@ class UnitLayout:
         return self.bundle is not None and index in self.bundle.members
 
 
-def _travels_in_bundle(parameter: Parameter, owners: int, options: PlanOptions) -> bool:
+def least_run(options: PlanOptions, crosses: bool) -> int:
+    """Bytes that a run must have to travel as it is."""
+    return max(options.min_run_bytes, options.min_put_run_bytes) if crosses else options.min_run_bytes
+
+
+def _travels_in_bundle(parameter: Parameter, owners: int, options: PlanOptions, crosses: bool) -> bool:
     table = shard(parameter, owners)
     size = itemsize(parameter.dtype)
     largest = int(table.numel.max()) * size
     if not largest > 0:
         return False
-    short_runs = table.outer > 1 and int(table.run.max()) * size < options.min_run_bytes
+    short_runs = table.outer > 1 and int(table.run.max()) * size < least_run(options, crosses)
     return largest <= options.bundle_bytes or short_runs
 
 
-def lay_out_unit(unit: Unit, options: PlanOptions) -> UnitLayout:
+def lay_out_unit(unit: Unit, options: PlanOptions, crosses: bool = False) -> UnitLayout:
     """Storage offsets of a unit's parameters, and its bundle.
 
     Parameters
@@ -105,6 +110,8 @@ def lay_out_unit(unit: Unit, options: PlanOptions) -> UnitLayout:
         Parameters and mesh.
     options : PlanOptions
         Alignment and the bundle's thresholds.
+    crosses : bool
+        Whether a shard group of the unit spans nodes.
     """
     owners = unit.mesh.size
     offsets, sizes, cursor = [], [], 0
@@ -116,7 +123,7 @@ def lay_out_unit(unit: Unit, options: PlanOptions) -> UnitLayout:
     members = tuple(
         index
         for index, parameter in enumerate(unit.parameters)
-        if owners > 1 and _travels_in_bundle(parameter, owners, options)
+        if owners > 1 and _travels_in_bundle(parameter, owners, options, crosses)
     )
     # One small parameter alone gains nothing from the detour, unless its runs are too short for copies.
     if len(members) == 1 and shard(unit.parameters[members[0]], owners).outer == 1:

@@ -207,6 +207,9 @@ class Attachment:
                 f", {versions.torch_name()}, transport {self._session.transport.name}, "
                 f"{len(arena.slots)} slots, arena {arena.size / 2**20:.1f} MiB a rank, plan {self.compiled.digest[:12]}"
             )
+            if self.compiled.topology.nodes > 1:
+                rows = self._session.transport.describe()
+                lines += [f"  {row}: {answer}" for row, answer in rows if row in ("network", "puts between nodes")]
         for reading in self._readings:
             name = reading.name or "root"
             if reading.reason is not None:

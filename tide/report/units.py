@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
+from tide.compiler.place import least_run
 from tide.compiler.scatter import descriptor_count
 from tide.compiler.shard import shard
 from tide.compiler.steps import Multicast, SwitchReduce
-from tide.topology import Team
+from tide.topology import Team, team_of
 
 
 def show_name(unit: str) -> str:
@@ -151,7 +152,8 @@ def bundle_reason(compiled: Compiled, unit: Unit) -> str:
     if small:
         why.append(f"{_plural(small, 'parameter')} with shards of at most {show_bytes(options.bundle_bytes)}")
     if short:
-        why.append(f"{_plural(short, 'parameter')} with runs shorter than {show_bytes(options.min_run_bytes)}")
+        least = least_run(options, any(team_of(g, compiled.topology).nodes > 1 for g in unit.mesh.groups))
+        why.append(f"{_plural(short, 'parameter')} with runs shorter than {show_bytes(least)}")
     return f"one bundle: {' and '.join(why)}, scattered by a kernel on arrival"
 
 

@@ -2,13 +2,16 @@
 
 Providers, in order of preference: windows of a communicator of NCCL 2.31 or later, and torch's symmetric memory
 with its CUDA back end, which every supported torch has. Each is probed on every rank, and all ranks take the
-first that works everywhere.
+first that works everywhere. Steps between nodes need NCCL's window, and communicators that can put; where the
+nodes are virtual, they can do without.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,10 +20,15 @@ import torch
 import torch.distributed as dist
 
 from tide.errors import CapabilityError, TideError
-from tide.transport.agreement import exchange, ranks_text
+from tide.nccl_library import remedy
+from tide.transport.agreement import agree, exchange, ranks_text
+from tide.transport.cuda import nccl
+from tide.transport.cuda.window import Window, WireNeeds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("tide")
 
 #: torch would otherwise create a multicast object for every rendezvous, which this transport has no use for.
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -42,6 +50,8 @@ class Arena:
         Ends the mapping; the memory goes when the last tensor over it has gone.
     notes : list of (str, str)
         What was probed, with the answer.
+    window : Window or None
+        NCCL's, where it was asked to put.
     """
 
     provider: str
@@ -49,6 +59,26 @@ class Arena:
     owner: object
     close: Callable[[], None]
     notes: list[tuple[str, str]] = field(default_factory=list)
+    window: Window | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the arena has to offer beside memory.
+
+    Attributes
+    ----------
+    reachable : collection of int
+        Ranks whose memory must be mapped: those of this node, or all where nodes are virtual.
+    needs : WireNeeds or None
+        What puts between nodes need of NCCL; None where none are wanted.
+    required : bool
+        Whether the plan cannot run without them.
+    """
+
+    reachable: Collection[int]
+    needs: WireNeeds | None = None
+    required: bool = False
 
 
 class _View:
@@ -82,6 +112,7 @@ def open_arena(
     control: ProcessGroup | None,
     timeout: float,
     only: str | None = None,
+    request: Request | None = None,
 ) -> Arena:
     """Allocates and maps the arena. Collective.
 
@@ -101,41 +132,78 @@ def open_arena(
         Seconds to wait for the others.
     only : str, optional
         Name of the one provider to try.
+    request : Request, optional
+        What it has to offer beside memory; by default every rank's address.
 
     Raises
     ------
     CapabilityError
-        If no provider works on every rank; the message has each with its reason.
+        If no provider works on every rank, or none can put between real nodes; the message has each with its
+        reason.
     """
     if group is None:
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
         return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None)
-    providers: dict[str, tuple[Callable[[], str | None], Callable[[], Arena]]] = {
-        "nccl": (_probe_nccl, lambda: _open_nccl(size, rank, device, control, timeout)),
+    request = request or Request(range(dist.get_world_size(control)))
+    providers: dict[str, _Provider] = {
+        "nccl": (nccl.unusable, lambda: _open_nccl(size, rank, device, control, timeout, request.reachable, None)),
         "torch": (lambda: _probe_torch(device), lambda: _open_torch(size, rank, device, group, control, timeout)),
     }
     if only is not None and only not in providers:
         raise CapabilityError(f"no arena provider {only!r}; there are {', '.join(providers)}")
     notes: list[tuple[str, str]] = []
-    for name, (probe, opened) in providers.items():
+    if request.needs is not None:
+        putting: _Provider = (
+            nccl.unusable if only != "torch" else lambda: "arena provider torch was asked for",
+            lambda: _open_nccl(size, rank, device, control, timeout, request.reachable, request.needs),
+        )
+        arena, reason = _attempt("nccl", putting, control, timeout)
+        if arena is not None:
+            arena.notes = [("arena from nccl", "on"), ("puts between nodes", "NCCL"), *arena.notes]
+            return arena
+        if request.required:
+            raise CapabilityError(f"the plan has steps between nodes, but {reason}. {_remedy()}")
+        notes.append(("puts between nodes", f"copies between virtual nodes: {reason}"))
+        if rank == 0:
+            logger.warning("steps between virtual nodes run as copies, not as NCCL puts: %s. %s", reason, _remedy())
+    for name, provider in providers.items():
         if only not in (None, name):
             continue
-        reason = _first(exchange(_tried(probe), control, timeout, f"answer of arena provider {name}"))
-        if reason is None:
-            arena: Arena | None = None
-            failure = None
-            try:
-                arena = opened()
-            except (TideError, RuntimeError, OSError) as error:
-                failure = f"{type(error).__name__}: {error}"
-            reason = _first(exchange(failure, control, timeout, f"state of arena provider {name}"))
-            if reason is None and arena is not None:
-                arena.notes = [*notes, (f"arena from {name}", "on"), *arena.notes]
-                return arena
-            if arena is not None:
-                arena.close()
+        arena, reason = _attempt(name, provider, control, timeout)
+        if arena is not None:
+            arena.notes = [*notes, (f"arena from {name}", "on"), *arena.notes]
+            return arena
         notes.append((f"arena from {name}", f"off: {reason}"))
     raise CapabilityError("no symmetric memory: " + "; ".join(f"{name} {answer}" for name, answer in notes))
+
+
+#: Why a rank cannot have it (None if it can), and how to get it.
+_Provider = tuple[Callable[[], str | None], Callable[[], Arena]]
+
+
+def _attempt(
+    name: str, provider: _Provider, control: ProcessGroup | None, timeout: float
+) -> tuple[Arena | None, str | None]:
+    """The provider's arena, if every rank gets one; else the ranks' reasons."""
+    probe, opened = provider
+    reason = _first(exchange(_tried(probe), control, timeout, f"answer of arena provider {name}"))
+    if reason is not None:
+        return None, reason
+    arena: Arena | None = None
+    failure = None
+    try:
+        arena = opened()
+    except (TideError, RuntimeError, OSError) as error:
+        failure = str(error) if isinstance(error, CapabilityError) else f"{type(error).__name__}: {error}"
+    reason = _first(exchange(failure, control, timeout, f"state of arena provider {name}"))
+    if reason is not None and arena is not None:
+        arena.close()
+    return (arena, None) if reason is None else (None, reason)
+
+
+def _remedy() -> str:
+    found = torch.version.cuda
+    return remedy(int(found.split(".")[0]) if found else None)
 
 
 def _tried(probe: Callable[[], str | None]) -> str | None:
@@ -146,13 +214,15 @@ def _tried(probe: Callable[[], str | None]) -> str | None:
 
 
 def _first(answers: Sequence[str | None]) -> str | None:
-    """The reasons of all ranks in one line; None if all are well."""
+    """The reasons in one line, with the ranks unless it is one of all; None if all are well."""
     holders: dict[str, list[int]] = {}
     for rank, answer in enumerate(answers):
         if answer is not None:
             holders.setdefault(answer, []).append(rank)
     if not holders:
         return None
+    if len(answers) in map(len, holders.values()):
+        return next(iter(holders))
     return "; ".join(f"{reason} ({ranks_text(ranks)})" for reason, ranks in holders.items())
 
 
@@ -203,19 +273,61 @@ def _open_torch(
 # NCCL ---------------------------------------------------------------------------------------------
 
 
-def _probe_nccl() -> str | None:
-    from tide.transport.cuda import nccl
-
-    return nccl.unusable()
-
-
-def _open_nccl(size: int, rank: int, device: torch.device, control: ProcessGroup | None, timeout: float) -> Arena:
-    from tide.transport.cuda import nccl
-
+def _open_nccl(
+    size: int,
+    rank: int,
+    device: torch.device,
+    control: ProcessGroup | None,
+    timeout: float,
+    reachable: Collection[int],
+    needs: WireNeeds | None,
+) -> Arena:
     library = nccl.load()
-    own = library.unique_id() if rank == 0 else b""
-    identity = exchange(own, control, timeout, "NCCL communicator")[0]
-    with torch.cuda.device(device):
-        window = nccl.Window(library, size, rank, dist.get_world_size(control), identity)
-    notes = [("NCCL", library.version_text)]
-    return Arena("NCCL window", window.addresses, window.memory, window.close, notes)
+    count = 1 if needs is None else needs.communicators
+    own = [library.unique_id() for _ in range(count)] if rank == 0 else []
+    identities = exchange(own, control, timeout, "NCCL communicators")[0]
+
+    def stage(what: str, work: Callable[[], Any]) -> Any:
+        result, failure = _within(timeout, device, what, work)
+        # A rank that has waited for NCCL in vain comes late.
+        if reason := _first(exchange(failure, control, 2 * timeout, f"state of NCCL's {what}")):
+            raise CapabilityError(reason)
+        return result
+
+    window = Window(library, size, rank, dist.get_world_size(control), identities, reachable, stage, needs)
+    try:
+        agree(window.facts, None, control, timeout, "NCCL set-ups")
+    except TideError:
+        window.close()
+        raise
+    notes = [("NCCL", f"{library.version_text}, {library.origin}")]
+    if needs is not None:
+        notes.append(
+            (
+                "NCCL communicators",
+                f"{needs.communicators}, each with {needs.contexts} contexts and {needs.signals} signals; "
+                f"{window.facts['LSA teams']} LSA team(s)",
+            )
+        )
+    wired = window if needs is not None else None
+    return Arena("NCCL window", window.addresses, window.memory, window.close, notes, wired)
+
+
+def _within(timeout: float, device: torch.device, what: str, work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``work`` gives, or what went wrong; NCCL itself waits for a peer without end, so a thread does it."""
+    results: list[Any] = []
+    failures: list[str] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                results.append(work())
+        except Exception as error:
+            failures.append(str(error) if isinstance(error, TideError) else f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name=f"tide-nccl-{what}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if results:
+        return results[0], None
+    return None, failures[0] if failures else f"NCCL's {what} was not ready within {timeout:g} s"

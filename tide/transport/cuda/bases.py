@@ -66,7 +66,7 @@ class Bases:
             if key not in self._numbers:
                 if rank not in self.arenas:
                     raise TransportError(f"rank {rank}'s arena is not mapped on rank {self.rank}")
-                self._add(key, self.arenas[rank] + self._start(region.buffer))
+                self._add(key, self.arenas[rank] + self.start(region.buffer))
             return Located(self._numbers[key], region.offset, region.pitch)
         if rank != self.rank:
             raise TransportError(f"{region.buffer.value}[{region.index}] of rank {rank} is not in its arena")
@@ -80,7 +80,7 @@ class Bases:
         self._addresses.append(address)
         return self._numbers[key]
 
-    def _start(self, buffer: Buffer) -> int:
+    def start(self, buffer: Buffer) -> int:
         """Arena offset at which a buffer begins."""
         if buffer is Buffer.STORAGE:
             return self.layout.slots[self.slot].offset

@@ -31,7 +31,7 @@ def describe(transport: CudaTransport) -> Sequence[tuple[str, str]]:
         else ("signals", f"copies of four bytes: {_why_copies(transport)}; they queue behind payload copies")
     )
     rows.append(("multicast", "off: not used by this transport"))
-    rows.append(("network", "off: virtual nodes only" if compiled.topology.nodes > 1 else "off: one node"))
+    rows.append(("network", _network(transport)))
     rows.append(("place", f"Triton, at most {transport.settings.place_ctas} CTAs"))
     rows.append(("accumulate", f"Triton, at most {transport.settings.accumulate_ctas} CTAs"))
     rows.append(("deadline", f"{transport.watchdog.timeout:g} s"))
@@ -39,6 +39,18 @@ def describe(transport: CudaTransport) -> Sequence[tuple[str, str]]:
     if transport.device.type == "cuda":
         rows.append(("device", torch.cuda.get_device_name(transport.device)))
     return rows
+
+
+def _network(transport: CudaTransport) -> str:
+    topology = transport.compiled.topology
+    if topology.nodes == 1:
+        return "off: one node"
+    if transport.wire is None:
+        return "off: virtual nodes, by copies and flag words"
+    signals = "signals" if transport.wire.words is None else "flag words"
+    if topology.virtual:
+        return f"NCCL puts and {signals} between virtual nodes; no network is crossed"
+    return f"NCCL puts and {signals} between nodes"
 
 
 def _why_copies(transport: CudaTransport) -> str:

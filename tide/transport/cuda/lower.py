@@ -11,7 +11,7 @@ from tide.errors import CapabilityError, TransportError
 from tide.transport.base import Binding
 from tide.transport.cuda.bases import Bases
 from tide.transport.cuda.copies import CopyArrays, CopyStep
-from tide.transport.cuda.lowered import Awaited, Lowered
+from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
 from tide.transport.cuda.operations import (
     Device,
     MemoryOperation,
@@ -23,6 +23,7 @@ from tide.transport.cuda.operations import (
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import Staging
 from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs
+from tide.transport.cuda.wire import Channel, Tally, Wire, segments
 from tide.transport.cuda.words import check_distance
 
 
@@ -36,11 +37,11 @@ def lower(program: Program, binding: Binding, programs: Mapping[int, Program], d
     binding : Binding
         Unit, slot and ranks; its tensors are not looked at.
     programs : mapping of int to Program
-        Those of all positions, for the order of issue.
+        Those of all positions, for the order of issue and the number of signals that a put carries.
     device : Device
         Driver, streams, arenas, counters.
     """
-    return _Lowering(program, binding, device).run(issue_order(programs, program.position))
+    return _Lowering(program, binding, device, programs).run(issue_order(programs, program.position))
 
 
 #: Memory that belongs to the caller; steps that touch it wait for what the caller did before.
@@ -48,7 +49,7 @@ _CALLERS = frozenset(Buffer) - ARENA
 
 
 class _Lowering:
-    def __init__(self, program: Program, binding: Binding, device: Device) -> None:
+    def __init__(self, program: Program, binding: Binding, device: Device, programs: Mapping[int, Program]) -> None:
         # Operations keep this object; the call's tensors must not live as long.
         self.program, self.binding, self.device = program, replace(binding, tensors={}), device
         self.driver, self.words = device.driver, device.words
@@ -59,6 +60,9 @@ class _Lowering:
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
         self.gated: set[str] = set()
         self.pending: tuple[int, list[MemoryOperation]] | None = None
+        self.tally = Tally(programs, program.position)
+        self.waiting: tuple[int, Channel, list[tuple[int, int, Channel]]] | None = None  # stream, first one, all
+        self.waits = 0  # calls of NCCL's wait
         self.totals: dict[int, int] = {}
         self.given: dict[Lane, list[tuple[int, int]]] = {}  # self-signals: (stream, event) of each
         self.taken: dict[Lane, int] = {}
@@ -75,6 +79,7 @@ class _Lowering:
             stream = program.streams[number]
             self.step(stream.name, out.streams[number][1], index, stream.steps[index])
         self.flush()
+        self.tally.finish()
         self.copies.finish()
         for place, handle, which in self.batches:
             out.operations[place] = copy_step(self.device, self.copies, which, handle)
@@ -96,8 +101,11 @@ class _Lowering:
         elif isinstance(step, Copy):
             self.copy(stream, step.transfers, step.peer, step.pull)
         elif isinstance(step, Put):
-            self.copy(stream, step.transfers, step.peer, False)
-            self.signal(stream, Signal(step.peer, step.lane))
+            if (wire := self.wire_to(step.peer)) is not None:
+                self.put(wire, stream, step)
+            else:
+                self.copy(stream, step.transfers, step.peer, False)
+                self.signal(stream, Signal(step.peer, step.lane))
         elif isinstance(step, Place | Accumulate):
             self.launch(name, stream, step)
         else:
@@ -143,6 +151,13 @@ class _Lowering:
                 self.append(fixed_call(self.device, self.driver.event_record, "event record", last, stream))
             return
         rank = self.rank_of(step.peer)
+        if (wire := self.wire_to(step.peer)) is not None:
+            slot, lane = self.binding.slot, step.lane
+            if wire.words is None:
+                self.append(wire.signal(stream, rank, step.count, wire.channel(slot, lane)))
+            else:
+                self.append(wire.word(stream, rank, step.count, slot, lane))
+            return
         address = self.device.arenas[rank] + self.words.outgoing(self.binding.slot, step.lane)
         index = self.words.index(self.binding.slot, step.lane, rank)
         self.memory_operation(stream, MemoryOperation(False, index, step.count, 0, address))
@@ -151,6 +166,10 @@ class _Lowering:
         check_distance(step.count, f"{self.program.collective}: wait on {step.lane.name}")
         if step.peer == self.program.position:
             self.wait_for_oneself(name, stream, step)
+            return
+        wire = self.wire_to(step.peer)
+        if wire is not None and wire.words is None:
+            self.wait_for_wire(wire, name, stream, number, step)
             return
         rank, slot = self.rank_of(step.peer), self.binding.slot
         index, word = self.words.index(slot, step.lane, rank), self.words.incoming(slot, step.lane, rank)
@@ -173,6 +192,37 @@ class _Lowering:
             if source == stream:
                 return
         self.append(fixed_call(self.device, self.driver.stream_wait_event, "event wait", stream, event, 0))
+
+    # Steps between nodes ---------------------------------------------------------------------------
+
+    def wire_to(self, position: int) -> Wire | None:
+        """The wire, if the position is on another node and copies do not reach it."""
+        wire = self.device.wire
+        return wire if wire is not None and wire.crosses(self.rank_of(position)) else None
+
+    def put(self, wire: Wire, stream: int, step: Put) -> None:
+        """Each contiguous segment as a put with a signal of its own; then the flag word, where that is the signal."""
+        start = self.bases.start
+        own = self.device.arenas[self.device.rank]
+        pieces = [
+            (own + start(piece.src) + piece.src_offset, start(piece.dst) + piece.dst_offset, piece.length)
+            for piece in segments(step.transfers)
+        ]
+        channel = wire.channel(self.binding.slot, step.lane)
+        self.append(wire.put(stream, self.rank_of(step.peer), pieces, channel))
+        if wire.words is not None:
+            self.signal(stream, Signal(step.peer, step.lane))
+
+    def wait_for_wire(self, wire: Wire, name: str, stream: int, number: int, step: Wait) -> None:
+        """Neighbouring waits of a stream on one communicator and context share a call."""
+        channel = wire.channel(self.binding.slot, step.lane)
+        rank, count = self.rank_of(step.peer), self.tally.take(step.peer, step.lane, step.count)
+        if self.waiting is None or self.waiting[0] != stream or self.waiting[1][:2] != channel[:2]:
+            self.flush()
+            self.waiting = stream, channel, []
+            self.waits += 1
+        self.waiting[2].append((count, rank, channel))
+        self.out.crossings.append(Crossing(name, number, step.lane, rank, count, self.waits - 1))
 
     def copy(self, stream: int, transfers: Sequence[Any], peer: int, pull: bool) -> None:
         which = self.copies.add(self.bases, transfers, self.rank_of(peer), pull)
@@ -235,17 +285,26 @@ class _Lowering:
 
     def memory_operation(self, stream: int, operation: MemoryOperation) -> None:
         """Collects neighbouring waits and signals of a stream."""
-        if self.pending is not None and self.pending[0] == stream:
+        if self.pending is not None and self.pending[0] == stream and self.waiting is None:
             self.pending[1].append(operation)
             return
         self.flush()
         self.pending = stream, [operation]
 
     def flush(self) -> None:
-        if self.pending is None:
-            return
-        (stream, operations), self.pending = self.pending, None
-        self.out.operations += memory_operations(self.device, stream, operations)
+        if self.pending is not None:
+            (stream, operations), self.pending = self.pending, None
+            self.out.operations += memory_operations(self.device, stream, operations)
+        if self.waiting is not None:
+            (stream, _, awaited), self.waiting = self.waiting, None
+            assert self.device.wire is not None
+            wait, out, record = self.device.wire.wait(stream, awaited), self.out, self.device.record
+
+            def issue() -> None:
+                wait()
+                out.marks.append(record(stream))
+
+            self.out.operations.append(issue)
 
 
 def _nothing() -> None:

@@ -34,6 +34,18 @@ class Awaited:
     total: int
 
 
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A wait on a rank of another node, for the watchdog: passed once event number ``mark`` of the call is done."""
+
+    stream: str
+    step: int
+    lane: Lane
+    rank: int
+    count: int
+    mark: int
+
+
 @dataclass(slots=True)
 class Lowered:
     """A program, ready to be issued again and again for one unit.
@@ -49,7 +61,11 @@ class Lowered:
     streams : list of (str, int)
         CUDA stream of each program stream.
     awaited : list of Awaited
-        Waits on peers.
+        Waits on peers, by flag word.
+    crossings : list of Crossing
+        Waits on peers, by NCCL.
+    marks : list of int
+        Events of the call under way, one after each wait by NCCL.
     indices : list of int
         Counters that the waits use.
     entry, vacated, unawaited : int, int, list of int
@@ -66,6 +82,8 @@ class Lowered:
     name: str = ""
     streams: list[tuple[str, int]] = field(default_factory=list)
     awaited: list[Awaited] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     entry: int = 0
     vacated: int = 0

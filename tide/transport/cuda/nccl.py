@@ -1,28 +1,28 @@
-"""A thin binding of the NCCL calls that a symmetric window needs (NCCL 2.31 or later).
+"""A thin binding of the NCCL calls behind symmetric windows, puts and signals (NCCL 2.31 or later).
 
-Only a library that is in the process already is used, or the one that ``TIDE_NCCL`` names: a second NCCL loaded
-beside torch's own would bind to its symbols. To run torch itself on a newer NCCL, put it into ``LD_PRELOAD``.
+Which library that is, and how it lives beside torch's: :mod:`tide.nccl_library`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import weakref
 from typing import Any
 
+from tide import nccl_library
 from tide.errors import CapabilityError, TransportError
+from tide.nccl_library import OLDEST, version_text
 
-#: Oldest version whose windows and peer pointers TIDE relies on.
-OLDEST = 23100
-#: Environment variable with the path of a libnccl.so.2 to load apart from torch's.
-PATH_VARIABLE = "TIDE_NCCL"
-#: ``NCCL_WIN_COLL_SYMMETRIC``
-SYMMETRIC = 1
+#: ``NCCL_WIN_COLL_SYMMETRIC`` and ``NCCL_WIN_STRICT_ORDERING``.
+SYMMETRIC, STRICT_ORDERING = 1, 2
 #: Windows are registered in multiples of this; it is the granularity of the driver's allocations.
 GRANULARITY = 2 << 20
+#: ``ncclUint8``: counts are bytes.
+UINT8 = 1
+#: A field of a structure that keeps the library's default.
+UNSET = -(2**31)
+_MAGIC = 0xCAFEBEEF
 
-_P, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_P, _SIZE, _INT, _U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 
 
 class UniqueId(ctypes.Structure):
@@ -31,15 +31,107 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 
+class Config(ctypes.Structure):
+    """``ncclConfig_t`` of NCCL 2.32; an older library reads as much as it knows.
+
+    Parameters
+    ----------
+    version : int
+        Of the library.
+    **choices
+        Fields by name; the others keep the library's defaults.
+    """
+
+    _fields_ = (
+        ("size", _SIZE),
+        ("magic", _U32),
+        ("version", _U32),
+        ("blocking", _INT),
+        ("cgaClusterSize", _INT),
+        ("minCTAs", _INT),
+        ("maxCTAs", _INT),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", _INT),
+        ("trafficClass", _INT),
+        ("commName", ctypes.c_char_p),
+        ("collnetEnable", _INT),
+        ("CTAPolicy", _INT),
+        ("shrinkShare", _INT),
+        ("nvlsCTAs", _INT),
+        ("nChannelsPerNetPeer", _INT),
+        ("nvlinkCentricSched", _INT),
+        ("graphUsageMode", _INT),
+        ("numRmaCtx", _INT),
+        ("maxP2pPeers", _INT),
+        ("graphStreamOrdering", _INT),
+        ("launchOrderImplicit", _INT),
+        ("numRmaSig", _INT),
+        ("rmaEagerInit", _INT),
+        ("hostCftMode", _INT),
+        ("nvlsHostMode", _INT),
+    )
+
+    def __init__(self, version: int, **choices: Any) -> None:
+        super().__init__()
+        for name, kind in self._fields_[3:]:
+            if kind is _INT:
+                setattr(self, name, UNSET)
+        self.size, self.magic, self.version = ctypes.sizeof(Config), _MAGIC, version
+        for name, value in choices.items():
+            setattr(self, name, value)
+
+
+class Properties(ctypes.Structure):
+    """``ncclCommProperties_t`` of NCCL 2.32, as far as TIDE reads it, with room for the rest."""
+
+    _fields_ = (
+        ("size", _SIZE),
+        ("magic", _U32),
+        ("version", _U32),
+        ("rank", _INT),
+        ("nRanks", _INT),
+        ("cudaDev", _INT),
+        ("nvmlDev", _INT),
+        ("deviceApiSupport", ctypes.c_bool),
+        ("multimemSupport", ctypes.c_bool),
+        ("ginType", _INT),
+        ("nLsaTeams", _INT),
+        ("hostRmaSupport", ctypes.c_bool),
+        ("railedGinType", _INT),
+        ("commHash", ctypes.c_uint64),
+        ("rest", ctypes.c_char * 88),
+    )
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.size, self.magic, self.version = ctypes.sizeof(Properties), _MAGIC, version
+
+
+class SignalsAwaited(ctypes.Structure):
+    """``ncclWaitSignalDesc_t``: how many signals of whom on which index and context."""
+
+    _fields_ = (("count", _INT), ("peer", _INT), ("signal", _INT), ("context", _INT))
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (_P,),
-    "ncclCommInitRank": (_P, _INT, UniqueId, _INT),
+    "ncclCommInitRankConfig": (_P, _INT, UniqueId, _INT, _P),
+    "ncclCommQueryProperties": (_P, _P),
     "ncclCommDestroy": (_P,),
+    "ncclCommAbort": (_P,),
     "ncclMemAlloc": (_P, _SIZE),
     "ncclMemFree": (_P,),
     "ncclCommWindowRegister": (_P, _P, _SIZE, _P, _INT),
     "ncclCommWindowDeregister": (_P, _P),
     "ncclGetPeerDevicePointer": (_P, _SIZE, _INT, _P),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    # local buffer, count, type, peer, window, offset, signal, context, flags, communicator, stream
+    "ncclPutSignal": (_P, _SIZE, _INT, _INT, _P, _SIZE, _INT, _INT, _U32, _P, _P),
+    # peer, signal, context, flags, communicator, stream
+    "ncclSignal": (_INT, _INT, _INT, _U32, _P, _P),
+    # number, descriptors, communicator, stream
+    "ncclWaitSignal": (_INT, _P, _P, _P),
 }
 
 
@@ -50,13 +142,13 @@ class Library:
     ----------
     library : ctypes.CDLL
         The loaded library.
+    origin : str
+        Where it came from, for reports.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        number = ctypes.c_int()
-        library.ncclGetVersion(ctypes.byref(number))
-        self.version = number.value
+    def __init__(self, library: ctypes.CDLL, origin: str = "") -> None:
+        self._library, self.origin = library, origin
+        self.version = nccl_library.version_of(library)
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclGetLastError.restype = ctypes.c_char_p
         for name, arguments in _SIGNATURES.items():
@@ -66,21 +158,32 @@ class Library:
     @property
     def version_text(self) -> str:
         """Version as people write it."""
-        major, rest = divmod(self.version, 10000)
-        return f"{major}.{rest // 100}.{rest % 100}"
+        return version_text(self.version)
 
-    def __call__(self, name: str, *arguments: Any) -> None:
-        """Calls a function and raises what it says went wrong."""
-        if result := getattr(self._library, name)(*arguments):
+    def function(self, name: str) -> Any:
+        """A call that returns NCCL's result code; see :meth:`check`."""
+        return getattr(self._library, name)
+
+    def check(self, result: int, name: str) -> None:
+        """Raises what a call says went wrong."""
+        if result:
             text = self._library.ncclGetErrorString(result) or b"unknown error"
             last = self._library.ncclGetLastError(None) or b""
             raise TransportError(f"{name}: {text.decode()} ({result}) {last.decode()}".rstrip())
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        """Calls a function and raises what it says went wrong."""
+        self.check(getattr(self._library, name)(*arguments), name)
 
     def unique_id(self) -> bytes:
         """Identity of a new communicator."""
         identity = UniqueId()
         self("ncclGetUniqueId", ctypes.byref(identity))
         return ctypes.string_at(ctypes.byref(identity), ctypes.sizeof(identity))
+
+    def missing(self) -> list[str]:
+        """Calls that this library does not have."""
+        return [name for name in _SIGNATURES if not hasattr(self._library, name)]
 
 
 _loaded: Library | None = None
@@ -96,114 +199,18 @@ def load() -> Library:
     """
     global _loaded
     if _loaded is None:
-        path = os.environ.get(PATH_VARIABLE)
-        try:
-            if path:
-                # Apart from torch's: neither sees the other's symbols.
-                mode = os.RTLD_LOCAL | os.RTLD_NOW | getattr(os, "RTLD_DEEPBIND", 0)
-                _loaded = Library(ctypes.CDLL(path, mode=mode))
-            else:
-                _loaded = Library(ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW))
-        except OSError as error:
-            raise CapabilityError(f"no NCCL in this process ({error}); {PATH_VARIABLE} may name one") from error
+        _loaded = Library(*nccl_library.load())
     return _loaded
 
 
 def unusable() -> str | None:
-    """Why this process's NCCL cannot give an arena; None if it can."""
+    """Why this process's NCCL cannot give windows and puts; None if it can."""
     try:
         library = load()
     except CapabilityError as error:
         return str(error)
     if library.version < OLDEST:
-        return f"NCCL {library.version_text} is loaded, 2.31 or later is needed ({PATH_VARIABLE} may name one)"
-    missing = [name for name in _SIGNATURES if not hasattr(library._library, name)]
-    return f"NCCL {library.version_text} lacks {', '.join(missing)}" if missing else None
-
-
-class _Allocation:
-    """Memory of ``ncclMemAlloc``, freed with the last reference."""
-
-    def __init__(self, library: Library, size: int) -> None:
-        pointer = ctypes.c_void_p()
-        library("ncclMemAlloc", ctypes.byref(pointer), size)
-        assert pointer.value is not None
-        self.address: int = pointer.value
-        free = library._library.ncclMemFree
-        self._finalizer = weakref.finalize(self, free, ctypes.c_void_p(self.address))
-        self._finalizer.atexit = False  # the driver may have gone by then, and takes the memory with it
-
-
-class Window:
-    """One symmetric window over one allocation.
-
-    Parameters
-    ----------
-    library : Library
-        NCCL.
-    size : int
-        Bytes, the same on every rank.
-    rank, ranks : int
-        This rank, and how many there are.
-    identity : bytes
-        Identity of the communicator, from one of the ranks.
-
-    Attributes
-    ----------
-    memory : object
-        Keeps the allocation alive.
-    addresses : dict of int to int
-        Address of every rank's memory.
-
-    Raises
-    ------
-    CapabilityError
-        If NCCL finds that these ranks cannot have one.
-    """
-
-    def __init__(self, library: Library, size: int, rank: int, ranks: int, identity: bytes) -> None:
-        self._library = library
-        size = -(-size // GRANULARITY) * GRANULARITY
-        self._communicator, self._window = ctypes.c_void_p(), ctypes.c_void_p()
-        library(
-            "ncclCommInitRank",
-            ctypes.byref(self._communicator),
-            ranks,
-            UniqueId.from_buffer_copy(identity),
-            rank,
-        )
-        try:
-            self.memory = _Allocation(library, size)
-            library(
-                "ncclCommWindowRegister",
-                self._communicator,
-                self.memory.address,
-                size,
-                ctypes.byref(self._window),
-                SYMMETRIC,
-            )
-            if not self._window.value:  # NCCL reports success here too
-                raise CapabilityError(
-                    "NCCL gave no window: these ranks have no symmetric memory (peer access between all GPUs of "
-                    "the node is needed; NCCL_WIN_ENABLE=0 and NCCL_CUMEM_ENABLE=0 switch it off)"
-                )
-            self.addresses = {peer: self._pointer(peer) for peer in range(ranks)}
-        except BaseException:
-            self.close()
-            raise
-
-    def _pointer(self, peer: int) -> int:
-        pointer = ctypes.c_void_p()
-        self._library("ncclGetPeerDevicePointer", self._window, 0, peer, ctypes.byref(pointer))
-        if not pointer.value:
-            raise CapabilityError(f"NCCL gives no address of rank {peer}'s memory: it is not on this NVLink node")
-        return pointer.value
-
-    def close(self) -> None:
-        """Ends window and communicator; nobody may use the peers' addresses any more. Idempotent."""
-        if self._window.value:
-            self._library("ncclCommWindowDeregister", self._communicator, self._window)
-            self._window = ctypes.c_void_p()
-        if self._communicator.value:
-            self._library("ncclCommDestroy", self._communicator)
-            self._communicator = ctypes.c_void_p()
+        return f"NCCL {library.version_text} ({library.origin}) is too old"
+    if missing := library.missing():
+        return f"NCCL {library.version_text} ({library.origin}) lacks {', '.join(missing)}"
+    return None

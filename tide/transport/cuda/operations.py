@@ -18,6 +18,7 @@ from tide.compiler.steps import Lane
 from tide.kernels.launch import Tuning
 from tide.transport.cuda.copies import CopyArrays, CopyStep
 from tide.transport.cuda.driver import COPY_2D_WORDS, MEM_OP_WAIT_32, MEM_OP_WORDS, MEM_OP_WRITE_32
+from tide.transport.cuda.wire import Wire
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words
 
 Operation = Callable[[], None]
@@ -53,6 +54,10 @@ class Device:
         How casts are cut.
     accumulate_ctas : int
         CTAs of a sum at most.
+    wire : Wire or None
+        Puts and signals to other nodes; None where copies reach them.
+    record : callable
+        A new event on a stream, for the watchdog.
     """
 
     driver: Any
@@ -67,6 +72,8 @@ class Device:
     wait_flags: int
     place: Tuning
     accumulate_ctas: int
+    wire: Wire | None = None
+    record: Callable[[int], int] = lambda stream: 0
 
 
 @dataclass(frozen=True, slots=True)

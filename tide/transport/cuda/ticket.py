@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from tide.errors import InputError, PeerError
 from tide.transport.base import Binding, Ticket
-from tide.transport.cuda.lowered import Awaited, Lowered
+from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
+from tide.transport.cuda.wire import COMMUNICATORS
 
 if TYPE_CHECKING:
     from tide.transport.cuda.transport import CudaTransport
 
+#: How steps between nodes are carried.
+PUTS = ("auto", "nccl", "copy")
 #: CTAs of the kernels, by measurement (benchmarks/cuda_check.py): as few as keep up with the copy engines.
 PLACE_CTAS = 32
 ACCUMULATE_CTAS = 32
@@ -30,15 +33,34 @@ class Settings:
     signals : str
         ``"write"``: the stream writes the peer's flag word; ``"copy"``: a copy of four bytes does; ``"auto"``:
         by what the driver supports.
+    puts : str
+        Steps between nodes: ``"nccl"``: NCCL's one-sided calls; ``"copy"``: copies and flag words, which reach
+        virtual nodes only; ``"auto"``: NCCL, or copies between virtual nodes where it cannot put.
+    wire_signals : str
+        How a put is told and awaited: ``"nccl"``: by NCCL's signals; ``"word"``: by flag words that are put after
+        the data, and awaited as within a node. NCCL holds everything on a communicator back behind a wait of its
+        own, and nobody can set one free whose peer is gone: the process then ends itself.
+    communicators : int
+        NCCL communicators that those steps are spread over: 1, 2 (one for each collective) or 4 (one for each kind
+        of signal). NCCL runs what is issued to one of them in order, over all streams.
     """
 
     place_ctas: int = PLACE_CTAS
     accumulate_ctas: int = ACCUMULATE_CTAS
     signals: str = "auto"
+    puts: str = "auto"
+    wire_signals: str = "nccl"
+    communicators: int = 4
 
     def __post_init__(self) -> None:
         if self.signals not in ("auto", "write", "copy"):
             raise InputError(f"signals must be 'auto', 'write' or 'copy', got {self.signals!r}")
+        if self.puts not in PUTS:
+            raise InputError(f"puts must be {', '.join(map(repr, PUTS[:-1]))} or {PUTS[-1]!r}, got {self.puts!r}")
+        if self.wire_signals not in ("nccl", "word"):
+            raise InputError(f"wire_signals must be 'nccl' or 'word', got {self.wire_signals!r}")
+        if self.communicators not in COMMUNICATORS:
+            raise InputError(f"communicators must be one of {COMMUNICATORS}, got {self.communicators!r}")
         for name in ("place_ctas", "accumulate_ctas"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -59,6 +81,8 @@ class CudaTicket(Ticket):
         self.transport, self.number = transport, number
         self.unit, self.collective = binding.unit, lowered.program.collective
         self.awaited: Sequence[Awaited] = lowered.awaited
+        self.crossings: Sequence[Crossing] = lowered.crossings
+        self.marks: list[int] = []
         self.indices = lowered.indices
         consumed = transport.words.consumed
         self.base = [consumed[index] for index in lowered.indices]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tide.compiler.compile import COLLECTIVES, Compiled
-from tide.compiler.place import align
+from tide.compiler.place import AREA_ALIGNMENT, align
 from tide.compiler.steps import Buffer, Lane, Program, Wait
 from tide.errors import CapabilityError, InputError, PeerError
 from tide.kernels import place
@@ -28,13 +28,14 @@ from tide.transport.agreement import (
     settle,
 )
 from tide.transport.base import Binding, Transport
-from tide.transport.cuda.arena import Arena, open_arena, tensor_at
+from tide.transport.cuda.arena import Arena, Request, open_arena, tensor_at
 from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
-from tide.transport.cuda.words import MASK, STRIDE, Words, value_table
+from tide.transport.cuda.wire import Wire, crossing_units, needs_of
+from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words, value_table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,8 +48,56 @@ NO_PEER_WRITES = 13010
 SAME_STREAM = {"claim": "ag.node"}
 
 
+def arena_request(compiled: Compiled, rank: int, settings: Settings) -> Request:
+    """What the arena has to offer for a plan.
+
+    Raises
+    ------
+    CapabilityError
+        If copies are asked for between real nodes.
+    """
+    topology = compiled.topology
+    node = topology.node_of(rank)
+    real = topology.nodes > 1 and not topology.virtual
+    reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
+    if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
+        return Request(reachable)
+    if settings.puts == "copy":
+        if real:
+            raise CapabilityError(
+                f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
+                "Topology(..., virtual=True) where all ranks are on one machine"
+            )
+        return Request(reachable)
+    needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
+    return Request(reachable, needs, required=real or settings.puts == "nccl")
+
+
+def arena_bytes(compiled: Compiled) -> tuple[int, int]:
+    """Bytes of the arena with the peers' abort words and the table of counter values, and where that begins."""
+    table = compiled.arena.size + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
+    return table + align(4 * VALUES, AREA_ALIGNMENT), table
+
+
+def _wire(arena: Arena, compiled: Compiled, words: Words, values: int, settings: Settings) -> Wire | None:
+    window = arena.window
+    if window is None:
+        return None
+    return Wire(
+        window.library,
+        window.communicators,
+        window.windows,
+        compiled.arena,
+        compiled.topology,
+        words.rank,
+        window.abort,
+        words if settings.wire_signals == "word" else None,
+        values,
+    )
+
+
 class CudaTransport(Transport):
-    """Runs programs on one node of GPUs that reach each other's memory.
+    """Runs programs on GPUs: by copy engine within a node, by NCCL's puts between nodes.
 
     Made by :meth:`open`.
 
@@ -87,11 +136,13 @@ class CudaTransport(Transport):
         self.words = Words(compiled.arena, rank)
         self.abort_offset, self.abort_words = compiled.arena.size, compiled.arena.world_size
         self.broken: str | None = None
-        self._values = torch.from_numpy(value_table().astype("int64")).to(device, torch.int32)
-        self.value_table = self._values.data_ptr()
+        self.value_table = arena.addresses[rank] + arena_bytes(compiled)[1]
+        table = torch.from_numpy(value_table().astype("int64"))
+        tensor_at(self.value_table, VALUES, torch.int32, device, arena.owner).copy_(table)
         self.write_to_peers = settings.signals == "write" or (
             settings.signals == "auto" and driver.version < NO_PEER_WRITES
         )
+        self.wire = _wire(arena, compiled, self.words, self.value_table, settings)
         self._streams: dict[str, int] = {}
         self._device = Device(
             driver=driver,
@@ -106,6 +157,8 @@ class CudaTransport(Transport):
             wait_flags=driver.wait_flags,
             place=replace(place.DEFAULT, ctas=settings.place_ctas),
             accumulate_ctas=settings.accumulate_ctas,
+            wire=self.wire,
+            record=self._record,
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
@@ -153,7 +206,7 @@ class CudaTransport(Transport):
         Raises
         ------
         CapabilityError
-            If a rank has no CUDA device or no symmetric memory can be had.
+            If a rank has no CUDA device, no symmetric memory can be had, or NCCL cannot put between real nodes.
         PeerError
             If the ranks hold different plans or settings, or one does not come.
         """
@@ -168,7 +221,7 @@ class CudaTransport(Transport):
         if not isinstance(device, torch.device):
             device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         group, rank = resolve_group(compiled.topology.world_size, rank, group)
-        size = compiled.arena.size + align(4 * compiled.arena.world_size, 4096)
+        size, _ = arena_bytes(compiled)
         if group is None and not torch.distributed.is_initialized():
             arena = open_arena(size, rank, device, None, None, timeout)
             return cls(compiled, rank, arena, Driver(device.index), device, settings, timeout)
@@ -177,7 +230,8 @@ class CudaTransport(Transport):
             driver = Driver(device.index)
             facts = {**plan_facts(compiled), "settings": settings, "driver": driver.version}
             agree(facts, None, control, timeout)
-            arena = open_arena(size, rank, device, group, control, timeout, provider)
+            request = arena_request(compiled, rank, settings)
+            arena = open_arena(size, rank, device, group, control, timeout, provider, request)
             transport, failure = None, None
             try:
                 start = arena.addresses[rank] + compiled.arena.signals
@@ -240,6 +294,7 @@ class CudaTransport(Transport):
             lowered.unawaited = self._unawaited(binding.slot) if writes_slot else []
             self._numbers += 1
             ticket = CudaTicket(self, self._numbers, binding, lowered)
+            lowered.marks = ticket.marks
             self.driver.range_push(lowered.name)
             try:
                 ticket.entry = lowered.entry = self._record(self.driver.current_stream())
@@ -402,8 +457,8 @@ class CudaTransport(Transport):
                 ticket = tickets.popleft()
                 ticket.finished = True
                 ticket.gradients = ticket.outputs = ticket.tensors = None
-                self._pool += [ticket.entry, *ticket.ends]
-                ticket.ends, ticket.released, ticket.entry, ticket.gate = [], [], 0, 0
+                self._pool += [ticket.entry, *ticket.ends, *ticket.marks]
+                ticket.ends, ticket.released, ticket.marks, ticket.entry, ticket.gate = [], [], [], 0, 0
 
     # Failing and closing -----------------------------------------------------------------------
 

@@ -8,10 +8,17 @@ runs far ahead of the device, or a caller's own kernel that takes long, is not i
 On expiry the flag words tell who is missing. They are then overwritten with what the streams wait for, so that
 everything drains; the data is worthless, and the transport raises :class:`~tide.errors.PeerError` from then on.
 Peers are told through a word of theirs, so that they need not wait for their own deadline.
+
+A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. If a stream does not drain,
+the communicators are broken off, on a thread of their own, as NCCL may wait for just that stream. A host that has run
+into it would hang for ever: after a last respite the process ends itself, with the reason on stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,9 +26,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tide.errors import TransportError
 from tide.transport.cuda.words import MASK, STRIDE, encode, reached
 
 if TYPE_CHECKING:
+    from tide.transport.cuda.lowered import Crossing
     from tide.transport.cuda.ticket import CudaTicket
     from tide.transport.cuda.transport import CudaTransport
 
@@ -31,6 +40,12 @@ INTERVAL = 0.25
 ASK_PEERS = 1.0
 #: Seconds that reading the flag words may take.
 READ_TIMEOUT = 5.0
+#: Seconds that streams get to drain before NCCL's communicators are broken off.
+DRAIN = 1.0
+#: Seconds from the deadline to the end of a process whose streams wait in NCCL for what never comes.
+RESPITE = 30.0
+#: Its exit code then (``EX_PROTOCOL``).
+EXIT_CODE = 76
 
 
 class Watchdog:
@@ -51,6 +66,8 @@ class Watchdog:
         self._pinned: torch.Tensor | None = None
         self._event = 0
         self._started: dict[int, float] = {}
+        self._aborting: threading.Thread | None = None
+        self._stuck_since: float | None = None
         interval = min(INTERVAL, timeout / 4)
         self._thread = threading.Thread(target=self._run, args=(interval,), name="tide-watchdog", daemon=True)
 
@@ -91,6 +108,7 @@ class Watchdog:
         if transport.broken is not None:
             if heads:
                 self._release()
+                self._break_off(now)
             return
         self._started = {key: when for key, when in self._started.items() if any(key == t.number for t in heads)}
         for ticket in heads:
@@ -152,24 +170,55 @@ class Watchdog:
         transport = self._transport
         start = transport.compiled.arena.signals
         base = dict(zip(ticket.indices, ticket.base, strict=True))
-        parts, seen = [], set()
+        found: dict[str, tuple[int, str]] = {}  # first open wait of each stream
         for awaited in ticket.awaited:
             needed = encode(base[awaited.index] + awaited.total - transport.words.credit(awaited.lane))
             word = words[(awaited.word - start) // 4]
-            if awaited.stream in seen or reached(word, needed):
-                continue
-            seen.add(awaited.stream)
-            missing = ((needed - word) & MASK) // STRIDE
-            parts.append(
-                f"stream {awaited.stream} waits at step {awaited.step} for {missing} signal(s) "
-                f"{awaited.lane.name} of rank {awaited.rank}"
-            )
+            if not reached(word, needed):
+                missing = ((needed - word) & MASK) // STRIDE
+                text = f"for {missing} signal(s) {awaited.lane.name} of rank {awaited.rank}"
+                found.setdefault(awaited.stream, (awaited.step, text))
+        for crossing in self._open_crossings(ticket):
+            text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {crossing.rank} through NCCL"
+            if crossing.step < found.get(crossing.stream, (crossing.step + 1, ""))[0]:
+                found[crossing.stream] = crossing.step, text
+        parts = [f"stream {stream} waits at step {step} {text}" for stream, (step, text) in found.items()]
         if not parts:
             return "; no wait on a peer is open: a kernel or a copy does not end"
         return (
             "; " + ", ".join(parts) + ". That rank has died, is stuck before this collective, or calls another one; "
             "look at its output. A larger deadline: TIDE_TIMEOUT"
         )
+
+    def _open_crossings(self, ticket: CudaTicket) -> list[Crossing]:
+        """Waits by NCCL that are not known to have passed."""
+        done = [self._transport.driver.done(event) for event in list(ticket.marks)]
+        return [c for c in ticket.crossings if c.mark >= len(done) or not done[c.mark]]
+
+    def _break_off(self, now: float) -> None:
+        """Breaks NCCL's communicators off if the streams do not drain, and in the end the process."""
+        transport = self._transport
+        if transport.wire is None:
+            return
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if self._aborting is None:
+            if now - self._stuck_since >= DRAIN:
+                self._aborting = threading.Thread(target=self._abort, name="tide-nccl-abort", daemon=True)
+                self._aborting.start()
+        elif now - self._stuck_since >= RESPITE:
+            message = f"{transport.broken}\nThe device still waits {RESPITE:g} s later: this process ends itself.\n"
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(message)
+                sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+    def _abort(self) -> None:
+        transport = self._transport
+        assert transport.wire is not None
+        transport.driver.bind_thread()
+        with contextlib.suppress(TransportError):  # what is being broken off may well complain
+            transport.wire.abort()
 
     def _tell_peers(self) -> None:
         transport, driver = self._transport, self._transport.driver

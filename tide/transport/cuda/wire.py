@@ -1,0 +1,307 @@
+"""Steps between nodes as NCCL's one-sided calls: which context and signal each lane has, and the operations.
+
+A put moves one contiguous segment and then adds one to a counter that the receiver keeps for (sender, signal index,
+context); a wait consumes as many as it says. NCCL stages a signal's value in memory of its context, so a context may be
+used by one stream at a time: each lane has its own, as a lane is signalled from one stream of a program. That also
+keeps the puts and signals of a lane in order, and lets lanes overtake each other.
+
+NCCL runs the operations of one communicator in the order of their issue, also those of different streams: a wait then
+holds back puts that were issued later. `issue_order` makes that safe (every wait comes after its signal, over all
+ranks), and more than one communicator makes it cheaper.
+
+Instead of NCCL's signals, flag words may be put (`Wire.words`): four bytes, as a put of their own after the data. The
+stream has then seen the data out, and the waits are the same as within a node: no operation of NCCL's, so nothing is
+held back, and the watchdog can set them free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tide.compiler.place import ArenaLayout
+from tide.compiler.schedule.reduce_scatter import CHUNK_ALIGNMENT
+from tide.compiler.steps import ARENA, SLOT_LANES, Buffer, Lane, Program, Put, Signal, Transfer
+from tide.errors import InputError, TransportError
+from tide.topology import Topology
+from tide.transport.cuda.nccl import UINT8, SignalsAwaited
+from tide.transport.cuda.window import WireNeeds
+from tide.transport.cuda.words import VALUES, Words
+
+#: Lanes that may cross nodes, each with a context of its own, in this order.
+LANES = (Lane.FREE, Lane.WIRE, Lane.PARTIAL, Lane.WIRE_CREDIT)
+#: How many communicators the lanes may be spread over: one, one for each collective, one for each lane.
+COMMUNICATORS = (1, 2, 4)
+#: Signal indices at most: NCCL keeps a counter for each of them, rank and context.
+MOST_SIGNALS = 1 << 14
+
+#: Bytes between two segments of a partial sum that belong to nobody.
+_PADDING = 4 * CHUNK_ALIGNMENT
+
+
+class Channel(NamedTuple):
+    """Where a lane's puts and signals go: number of the communicator, context, signal index."""
+
+    communicator: int
+    context: int
+    signal: int
+
+
+class Segment(NamedTuple):
+    """A contiguous piece of a put; offsets are bytes from the beginning of the buffers."""
+
+    src: Buffer
+    src_offset: int
+    dst: Buffer
+    dst_offset: int
+    length: int
+
+
+def crossing_units(units: Sequence[tuple[tuple[int, ...], ...]], topology: Topology) -> bool:
+    """Whether a shard group among ``units`` (each a unit's groups of world ranks) spans nodes."""
+    return any(len({topology.node_of(rank) for rank in group}) > 1 for groups in units for group in groups)
+
+
+def needs_of(layout: ArenaLayout, communicators: int, words: bool = False) -> WireNeeds:
+    """What the communicators have to offer for a plan.
+
+    Raises
+    ------
+    InputError
+        If the plan has more slots than there can be signal indices.
+    """
+    per_slot = sum(lane < SLOT_LANES for lane in LANES)
+    signals = len(layout.slots) * per_slot + len(LANES) - per_slot
+    if signals > MOST_SIGNALS:
+        raise InputError(
+            f"the plan has {len(layout.slots)} slots, and puts between nodes need {per_slot} signal indices for each: "
+            f"more than {MOST_SIGNALS}. Compile it with PlanOptions(slots=2) or so"
+        )
+    return WireNeeds(len(LANES), signals, communicators, strict=words)
+
+
+def segments(transfers: Sequence[Transfer]) -> list[Segment]:
+    """The contiguous pieces of a put, as few as can be.
+
+    Both ends derive the number of signals from it, so it looks at nothing but the program. Between the segments of a
+    partial sum lies padding that nobody else uses: it travels along, and the sum is one piece.
+    """
+    found: list[Segment] = []
+    for src, dst, runs, length in transfers:
+        if src.buffer not in ARENA or dst.buffer not in ARENA:
+            raise TransportError(f"a put from {src.buffer.value} to {dst.buffer.value}: both have to be in the arena")
+        if runs > 1 and src.pitch == dst.pitch == length:
+            runs, length = 1, runs * length
+        for run in range(runs):
+            piece = Segment(src.buffer, src.offset + run * src.pitch, dst.buffer, dst.offset + run * dst.pitch, length)
+            last = found[-1] if found else None
+            if last is not None and (gap := _gap(last, piece)) is not None:
+                found[-1] = last._replace(length=last.length + gap + length)
+            else:
+                found.append(piece)
+    return found
+
+
+def _gap(last: Segment, piece: Segment) -> int | None:
+    """Bytes between two pieces that may travel as one; None if they may not."""
+    if (last.src, last.dst) != (piece.src, piece.dst):
+        return None
+    gap = piece.src_offset - last.src_offset - last.length
+    if gap != piece.dst_offset - last.dst_offset - last.length:
+        return None
+    allowed = _PADDING if (piece.src, piece.dst) == (Buffer.PARTIAL, Buffer.WIRE) else 1
+    return gap if 0 <= gap < allowed else None
+
+
+def signals_given(program: Program, to: int) -> dict[Lane, list[int]]:
+    """For each lane, how many NCCL signals stand for each signal that ``program`` gives to position ``to``, in order.
+
+    Raises
+    ------
+    TransportError
+        If a lane is signalled from more than one stream: its signals then have no order.
+    """
+    given: dict[Lane, list[int]] = {}
+    home: dict[Lane, str] = {}
+    for stream, _, step in program.steps():
+        if not isinstance(step, Put | Signal) or step.peer != to:
+            continue
+        if home.setdefault(step.lane, stream) != stream:
+            raise TransportError(
+                f"{program.collective} of position {program.position}: streams {home[step.lane]} and {stream} both "
+                f"signal on {step.lane.name} to position {to}; between nodes a lane belongs to one stream"
+            )
+        if isinstance(step, Put):
+            given.setdefault(step.lane, []).append(len(segments(step.transfers)))
+        else:
+            given.setdefault(step.lane, []).extend([1] * step.count)
+    return given
+
+
+class Tally:
+    """How many NCCL signals each wait of one position consumes.
+
+    Parameters
+    ----------
+    programs : mapping of int to Program
+        Of all positions.
+    position : int
+        Whose waits.
+    """
+
+    def __init__(self, programs: Mapping[int, Program], position: int) -> None:
+        self._programs, self._position = programs, position
+        self._given: dict[int, dict[Lane, list[int]]] = {}
+        self._taken: dict[tuple[int, Lane], int] = {}
+
+    def take(self, peer: int, lane: Lane, count: int) -> int:
+        """NCCL signals behind the next ``count`` signals of ``peer`` on ``lane``."""
+        if peer not in self._given:
+            self._given[peer] = signals_given(self._programs[peer], self._position)
+        given, first = self._given[peer].get(lane, []), self._taken.get((peer, lane), 0)
+        if first + count > len(given):
+            raise TransportError(
+                f"position {self._position} waits for {first + count} signals {lane.name} of position {peer}, whose "
+                f"program gives {len(given)}"
+            )
+        self._taken[peer, lane] = first + count
+        return sum(given[first : first + count])
+
+    def finish(self) -> None:
+        """Makes sure that nothing is left: the next program would take it for its own."""
+        for peer, lanes in self._given.items():
+            for lane, given in lanes.items():
+                if left := len(given) - self._taken.get((peer, lane), 0):
+                    raise TransportError(
+                        f"position {self._position} leaves {left} signals {lane.name} of position {peer} unconsumed"
+                    )
+
+
+class Calls(Protocol):
+    """What the wire needs of :class:`~tide.transport.cuda.nccl.Library`."""
+
+    def function(self, name: str) -> Callable[..., int]: ...
+
+    def check(self, result: int, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Puts, signals and waits of one rank.
+
+    Attributes
+    ----------
+    library : Calls
+        NCCL.
+    communicators, windows : sequence of int
+        Handles, one each.
+    layout : ArenaLayout
+        Of the plan.
+    topology : Topology
+        Which ranks are on other nodes.
+    rank : int
+        This rank.
+    abort : callable
+        Breaks the communicators off.
+    words : Words or None
+        Counters, where flag words are put instead of NCCL's signals.
+    values : int
+        Address of the table of counter values, in the window.
+    """
+
+    library: Calls
+    communicators: Sequence[int]
+    windows: Sequence[int]
+    layout: ArenaLayout
+    topology: Topology
+    rank: int
+    abort: Callable[[], None]
+    words: Words | None = None
+    values: int = 0
+
+    def crosses(self, rank: int) -> bool:
+        """Whether ``rank`` is on another node."""
+        return self.topology.node_of(rank) != self.topology.node_of(self.rank)
+
+    def channel(self, slot: int, lane: Lane) -> Channel:
+        """Communicator, context and signal index of a lane."""
+        if lane not in LANES:
+            raise TransportError(f"signals {lane.name} do not cross nodes")
+        number, per_slot = LANES.index(lane), [each for each in LANES if each < SLOT_LANES]
+        if lane < SLOT_LANES:
+            signal = slot * len(per_slot) + per_slot.index(lane)
+        else:
+            rest = [each for each in LANES if each >= SLOT_LANES]
+            signal = len(self.layout.slots) * len(per_slot) + rest.index(lane)
+        return Channel(number * len(self.communicators) // len(LANES), number, signal)
+
+    def put(
+        self, stream: int, peer: int, pieces: Sequence[tuple[int, int, int]], channel: Channel
+    ) -> Callable[[], None]:
+        """Puts ``(address, offset in the window, bytes)`` to a peer, each with a signal, in one launch."""
+        library, put = self.library, self.library.function("ncclPutSignal")
+        start, end = (library.function(name) for name in ("ncclGroupStart", "ncclGroupEnd"))
+        communicator, window = self.communicators[channel.communicator], self.windows[channel.communicator]
+        where = channel.signal, channel.context, 0, communicator, stream
+        calls = [(address, length, UINT8, peer, window, offset, *where) for address, offset, length in pieces]
+
+        def issue_one() -> None:
+            if result := put(*calls[0]):
+                library.check(result, "ncclPutSignal")
+
+        def issue() -> None:
+            result = start()
+            for call in calls:
+                result = result or put(*call)
+            ended = end()
+            if result or ended:
+                library.check(result or ended, "ncclPutSignal")
+
+        return issue if len(calls) > 1 else issue_one
+
+    def word(self, stream: int, peer: int, count: int, slot: int, lane: Lane) -> Callable[[], None]:
+        """Puts the flag word of a lane, ``count`` further than before."""
+        assert self.words is not None
+        library, put, values = self.library, self.library.function("ncclPutSignal"), self.values
+        channel, sent = self.channel(slot, lane), self.words.sent
+        index, offset = self.words.index(slot, lane, peer), self.words.outgoing(slot, lane)
+        communicator, window = self.communicators[channel.communicator], self.windows[channel.communicator]
+        where = peer, window, offset, channel.signal, channel.context, 0, communicator, stream
+
+        def issue() -> None:
+            value = sent[index] = sent[index] + count
+            if result := put(values + 4 * (value % VALUES), 4, UINT8, *where):
+                library.check(result, "ncclPutSignal of a flag word")
+
+        return issue
+
+    def signal(self, stream: int, peer: int, count: int, channel: Channel) -> Callable[[], None]:
+        """Signals ``count`` times."""
+        library, signal = self.library, self.library.function("ncclSignal")
+        call = peer, channel.signal, channel.context, 0, self.communicators[channel.communicator], stream
+
+        def issue() -> None:
+            for _ in range(count):
+                if result := signal(*call):
+                    library.check(result, "ncclSignal")
+
+        return issue
+
+    def wait(self, stream: int, awaited: Sequence[tuple[int, int, Channel]]) -> Callable[[], None]:
+        """Waits for ``(signals, peer, channel)``, all of one communicator, in one call."""
+        library, wait = self.library, self.library.function("ncclWaitSignal")
+        merged: dict[tuple[int, Channel], int] = {}
+        for count, peer, channel in awaited:
+            merged[peer, channel] = merged.get((peer, channel), 0) + count
+        rows = [SignalsAwaited(n, peer, c.signal, c.context) for (peer, c), n in merged.items()]
+        descriptors = (SignalsAwaited * len(rows))(*rows)
+        communicator = self.communicators[awaited[0][2].communicator]
+        number, address = len(rows), ctypes.addressof(descriptors)
+
+        def issue(keep: object = descriptors) -> None:
+            if result := wait(number, address, communicator, stream):
+                library.check(result, "ncclWaitSignal")
+
+        return issue
