@@ -130,6 +130,9 @@ CASES = {
     "mixed": Case((MIXED,)),
     "mixed, tight": Case((MIXED,), PlanOptions(receive_depth=2, **TIGHT)),
     "frozen": Case((FROZEN, block("dense", grad_dtype=None), UNEVEN), PlanOptions(slots=2)),
+    "slots": Case((block("dense.0"), DIMS, block("dense.2")), PlanOptions(slots=1, slot_reuse=True)),
+    "slots, tight": Case((block("dense.0"), EXPERTS), PlanOptions(slots=2, slot_reuse=True, **TIGHT)),
+    "slots, rings": Case((UNEVEN, MIXED), PlanOptions(slots=1, slot_reuse=True, receive_depth=2, **TIGHT)),
     "padded": Case((UNEVEN, block("dense")), PlanOptions(padded_storage=True)),
 }
 
@@ -160,7 +163,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def reference_sum(pieces: list[torch.Tensor], team: Team, owner: int) -> torch.Tensor:
     """Float32 sum of one owner's pieces (by position) in the order that a plan promises.
 
-    Within a node rank by rank; then the other nodes' sums, nearest predecessor first; the own node's last.
+    Within a node rank by rank; the own node's sum, then the other nodes', nearest predecessor first.
     """
 
     def node_sum(node: int) -> torch.Tensor:
@@ -172,11 +175,10 @@ def reference_sum(pieces: list[torch.Tensor], team: Team, owner: int) -> torch.T
         return total
 
     own, _ = team.seat(owner)
-    total = None
+    total = node_sum(own)
     for j in range(1, team.nodes):
-        partial = node_sum((own - j) % team.nodes)
-        total = partial if total is None else total + partial
-    return node_sum(own) if total is None else total + node_sum(own)
+        total = total + node_sum((own - j) % team.nodes)
+    return total
 
 
 def team(compiled: Compiled, unit: str, rank: int) -> tuple[Team, tuple[int, ...], int]:

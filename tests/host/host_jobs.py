@@ -96,9 +96,10 @@ def exercise(compiled: Compiled, rank: int, steps: int = 2) -> None:
         session.close()
 
 
-def stress(rank: int, world: int, nodes: int, rounds: int, seed: int) -> int:
+def stress(rank: int, world: int, nodes: int, rounds: int, seed: int, reuse: bool = False) -> int:
     """Gathers and reduces over two shared slots while every rank dawdles at its own random moments."""
-    case = Case((block("a"), block("b"), block("c"), UNEVEN), PlanOptions(slots=2, receive_depth=2, **TIGHT))
+    options = PlanOptions(slots=2, receive_depth=2, slot_reuse=reuse, **TIGHT)
+    case = Case((block("a"), block("b"), block("c"), UNEVEN), options)
     compiled = case.compile(Topology(nodes=nodes, gpus_per_node=world // nodes, virtual=True))
     session = Session(compiled, HostTransport.open(compiled, rank, timeout=30), poison=bool(seed % 2))
     own, shared = random.Random(f"{seed}, rank {rank}"), random.Random(seed)

@@ -76,10 +76,18 @@ def test_other_machines(variant: str) -> None:
     run_ranks(run_cases, 4, 2, ("dense, tight", "mixed"), (), variant)
 
 
+@pytest.mark.parametrize("reuse", [False, True], ids=["areas", "slots"])
 @pytest.mark.parametrize(("nodes", "seed"), [(1, 1), (2, 2), (4, 3)])
-def test_many_collectives_with_random_delays(nodes: int, seed: int) -> None:
+def test_many_collectives_with_random_delays(nodes: int, seed: int, reuse: bool) -> None:
     """200 collectives in a row over shared slots, each rank late at its own times."""
-    assert run_ranks(stress, 4, nodes, 200, seed) == [200] * 4
+    assert run_ranks(stress, 4, nodes, 200, seed, reuse) == [200] * 4
+
+
+@pytest.mark.parametrize(("nodes", "world"), [(1, 2), (1, 3), (2, 4), (2, 6), (3, 6)])
+def test_gradients_through_slots(nodes: int, world: int) -> None:
+    """Every piece in its own place, rings in a slot, calls that find the slot held, and a slot shared by all."""
+    names = ("slots", "slots, tight", "slots, rings")
+    assert run_ranks(run_cases, world, nodes, names) == [len(names)] * world
 
 
 # Steps that no schedule for the host emits --------------------------------------------------------

@@ -133,13 +133,16 @@ def plans(draw: st.DrawFn) -> Compiled:
                 stays_whole=draw(st.sampled_from((False, False, True))),
             )
         )
+    route = draw(st.sampled_from(ROUTES))
     options = PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 512))),
         bundle_bytes=draw(st.sampled_from((0, 16, 256, 32 << 10))),
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
         put_bytes=4096,
-        route=draw(st.sampled_from(ROUTES)),
+        route=route,
+        slot_reuse=route == "push" and draw(st.booleans()),
+        wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
         piece_bytes=draw(st.sampled_from((512, 512, 4096))),
         chunk_bytes=draw(st.sampled_from((None, 256, 256, 320, 1024))),
         receive_depth=draw(st.sampled_from((1, 2, 3))),

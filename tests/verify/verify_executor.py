@@ -16,6 +16,7 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import shard
 from tide.compiler.steps import (
+    ARENA,
     INITIAL_CREDIT,
     Accumulate,
     Buffer,
@@ -72,6 +73,7 @@ class Execution:
         self.left: dict[tuple[int, int], int] = defaultdict(int)  # steps left of (position, collective)
         self.checked: set[tuple[int, int]] = set()
         programs: list[Program] = [compiled.program(unit, collective, r) for r in self.ranks]
+        self.in_slot = programs[0].in_slot
         for position, program in enumerate(programs):
             for stream in program.streams:
                 queue = self.queues.setdefault((position, stream.name), _Queue())
@@ -89,7 +91,9 @@ class Execution:
 
     def _buffer(self, position: int, number: int, buffer: Buffer, index: int) -> dict[int, Byte]:
         """Bytes of a buffer; what the caller brings or takes away is of one collective, the arena is not."""
-        own = buffer in (Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE)
+        own = buffer in ARENA
+        if own and self.in_slot:
+            buffer = Buffer.STORAGE
         return self.memory[position, buffer, index, -1 if own else number]
 
     def _fill(self, position: int, number: int) -> None:
@@ -155,8 +159,8 @@ class Execution:
         if queue.at == len(queue.steps):
             return False
         position, (number, step) = key[0], queue.steps[queue.at]
-        # The next all-gather of a slot starts when the unit before it was vacated, i.e. after its end.
-        if self.collective == "all_gather" and number and self.left[position, number - 1]:
+        # The next collective of a slot starts when the one before it has ended and the slot was vacated.
+        if (self.collective == "all_gather" or self.in_slot) and number and self.left[position, number - 1]:
             return False
         return not isinstance(step, Wait) or self.counters[position, step.peer, step.lane] >= step.count
 
@@ -243,12 +247,11 @@ class Execution:
                     element = row * table.pitch + int(table.offset[position]) + column
                     want: Byte = None
                     for turn in range(team.nodes):
-                        of = (node - 1 - turn) % team.nodes
+                        of = (node - turn) % team.nodes
                         pieces = tuple(("g", number, rank, index, element) for rank in team.grid[of])
-                        if of == node:
-                            want = ("final", pieces if want is None else (want, *pieces))
-                        else:
-                            want = (pieces,) if want is None else (want, pieces)
+                        want = pieces if want is None else (want, pieces)
+                        if turn == team.nodes - 1:
+                            want = ("final", want)
                     found = self._read(memory, (row * run + column) * size, size)
                     if found != want:
                         raise WrongError(f"position {position}, {p.name}[{element}] is {found}, not {want}")

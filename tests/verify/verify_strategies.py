@@ -33,13 +33,16 @@ def parameters(draw: st.DrawFn, name: str, largest: int = 12) -> Parameter:
 @st.composite
 def options(draw: st.DrawFn) -> PlanOptions:
     """Small limits, so that small parameters exercise batches, bundles and rings."""
+    route = draw(st.sampled_from(("push", "pull")))
     return PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 64, 512))),
         bundle_bytes=draw(st.sampled_from((0, 16, 64, 1 << 15))),
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
         put_bytes=4096,
-        route=draw(st.sampled_from(("push", "pull"))),
+        route=route,
+        slot_reuse=route == "push" and draw(st.booleans()),
+        wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
         piece_bytes=draw(st.sampled_from((512, 4096))),
         chunk_bytes=draw(st.sampled_from((256, 256, 512, None))),
         receive_depth=draw(st.integers(1, 3)),

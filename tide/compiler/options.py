@@ -8,6 +8,7 @@ from tide.errors import InputError
 
 MIB = 1 << 20
 ROUTES = ("push", "pull")
+WIRE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,12 @@ class PlanOptions:
         times the one before.
     receive_depth : int
         Positions of the receive, partial and wire areas (2 = double buffering).
+    slot_reuse : bool
+        Let a unit's reduce-scatter receive in the unit's own slot, which has been vacated by then: it takes no
+        memory of its own. The next all-gather into the slot waits for it. Push route only.
+    wire_dtype : str
+        Element type of the partial sums between nodes: ``"float32"``, or ``"bfloat16"``, which halves the bytes on
+        the wire and rounds each of the other nodes' sums once, by at most 2⁻⁸ of its magnitude.
     padded_storage : bool
         Give every parameter FSDP2's padded size (needed where FSDP2 slices the padding).
     """
@@ -50,6 +57,8 @@ class PlanOptions:
     piece_bytes: int = 12 * MIB
     chunk_bytes: int | None = None
     receive_depth: int = 2
+    slot_reuse: bool = False
+    wire_dtype: str = "float32"
     padded_storage: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +82,15 @@ class PlanOptions:
             check(name, low)
         if self.route not in ROUTES:
             raise InputError(f"PlanOptions: route must be one of {', '.join(ROUTES)}, got {self.route!r}")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise InputError(
+                f"PlanOptions: wire_dtype must be one of {', '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}"
+            )
+        if self.slot_reuse and self.route != "push":
+            raise InputError(
+                "PlanOptions: slot_reuse needs route='push': peers that pull may still read a slot when it has been "
+                "vacated"
+            )
         if self.alignment & (self.alignment - 1):
             raise InputError(f"PlanOptions: alignment must be a power of two, got {self.alignment}")
 

@@ -146,7 +146,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveLayout:
-    """Areas of the reduce-scatter, shared by all units; sizes in bytes.
+    """Areas of the reduce-scatter in the arena, shared by all units; sizes in bytes.
+
+    With `PlanOptions.slot_reuse` they are small, and used only by calls that find a slot not vacated, or too small.
 
     Attributes
     ----------
@@ -158,7 +160,7 @@ class ReceiveLayout:
     peers : int
         Pieces per position.
     chunk : int
-        Bytes of one float32 partial sum.
+        Bytes of one partial sum.
     depth : int
         Positions of each area.
     """
@@ -272,7 +274,7 @@ def lay_out_arena(
     teams : callable
         The distinct teams of a unit's shard groups.
     chunk_elements : dict of str to int
-        Elements of one chunk of each unit's reduce-scatter; absent for units without gradients.
+        Elements of one chunk of each unit's reduce-scatter in the areas; absent for units without gradients.
     world_size : int
         Ranks of the topology.
     options : PlanOptions
@@ -294,7 +296,7 @@ def lay_out_arena(
             continue
         width = max(itemsize(p.grad_dtype) for p in unit.parameters if p.grad_dtype is not None)
         piece = max(piece, chunk_elements[unit.name] * width)
-        chunk = max(chunk, chunk_elements[unit.name] * 4)
+        chunk = max(chunk, chunk_elements[unit.name] * itemsize(options.wire_dtype))
         for team in teams(unit):
             peers = max(peers, team.per_node - 1)
             crosses_nodes |= team.nodes > 1

@@ -49,12 +49,12 @@ class Lane(IntEnum):
     GATHERED = 6  #: (to myself) all that comes by put has arrived in my storage
     SHARDED = 7  #: (to myself) all of my shard is in my storage: put it
     PUSHED = 8  #: a piece is in your receive area
-    CREDIT = 9  #: a position of my receive area is free for your next piece
+    CREDIT = 9  #: a position of my receive area is free for your next piece; in a slot: all places are
     SUMMED = 10  #: (to myself) a partial sum is ready to go out
     SENT = 11  #: (to myself) a partial sum has gone out, its place is free
     PARTIAL = 12  #: (carried by a put) a partial sum is in your wire area
     WIRE_CREDIT = 13  #: a position of my wire area is free for your next partial sum
-    FOLDED = 14  #: (to myself) all partial sums from other nodes are in the running sum
+    BEGUN = 14  #: (to myself) my node's sum of a chunk is in the running sum: add the other nodes'
 
 
 #: Lanes with a number below this one are kept per slot.
@@ -189,10 +189,21 @@ Step: TypeAlias = Place | Copy | Put | Multicast | Signal | Wait | Accumulate | 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An ordered queue of steps."""
+    """An ordered queue of steps.
+
+    Parameters
+    ----------
+    name : str
+        Equal names follow each other from collective to collective.
+    steps : tuple of Step
+        In order.
+    released : int or None
+        Step before which the last one that reads gradients has ended; None: known only at the stream's end.
+    """
 
     name: str
     steps: tuple[Step, ...]
+    released: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +219,22 @@ class Program:
     streams : tuple of Stream
         They run side by side; the collective has ended when all have.
     release : tuple of str
-        Streams at whose end the gradients are no longer read.
+        Streams that read gradients: at their `released` steps, or their ends, no gradient is read any more.
+    in_slot : bool
+        ``RECEIVE``, ``PARTIAL`` and ``WIRE`` are the unit's own slot, which has been vacated: a
+        reduce-scatter that needs no memory of its own. All three then begin where the slot begins.
     """
 
     collective: str
     position: int
     streams: tuple[Stream, ...]
     release: tuple[str, ...] = field(default=())
+    in_slot: bool = False
+
+    @property
+    def uses_slot(self) -> bool:
+        """Whether it writes the unit's slot, so that it has to follow whatever used the slot before."""
+        return self.in_slot or self.collective != "reduce_scatter"
 
     def steps(self) -> Iterator[tuple[str, int, Step]]:
         """All steps as ``(stream name, index, step)``."""

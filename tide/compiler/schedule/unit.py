@@ -33,6 +33,8 @@ class UnitContext:
         Areas of the reduce-scatter.
     options : PlanOptions
         Limits and depths.
+    slot_bytes : int
+        Bytes of the unit's vacated slot that its reduce-scatter may use; 0 if it may not.
     memo : dict
         What programs of several positions share; made once, so that all positions of a team cost little more
         than one.
@@ -43,6 +45,7 @@ class UnitContext:
     team: Team
     receive: ReceiveLayout
     options: PlanOptions
+    slot_bytes: int = 0
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, index: int) -> ShardTable:

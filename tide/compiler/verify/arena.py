@@ -12,7 +12,7 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Mesh, Unit
 from tide.compiler.place import AREA_ALIGNMENT, SEGMENT_ALIGNMENT, SIGNAL_BYTES, UnitLayout, align
-from tide.compiler.schedule import chunk_elements
+from tide.compiler.schedule import arena_chunk
 from tide.compiler.shard import ShardTable, padded_numel, shard
 from tide.compiler.steps import SLOT_LANES, Lane
 from tide.errors import PlanError
@@ -205,7 +205,8 @@ def _check_bundle(unit: Unit, layout: UnitLayout) -> None:
 
 
 def _check_chunk(compiled: Compiled, unit: Unit) -> None:
-    elements, receive = chunk_elements(unit, compiled.options), compiled.arena.receive
+    spare = compiled.options.slot_reuse and unit.name not in compiled.beside
+    elements, receive = arena_chunk(unit, compiled.options, spare), compiled.arena.receive
     if not elements:
         return
     width = max(itemsize(p.grad_dtype) for p in unit.parameters if p.grad_dtype is not None)
@@ -216,7 +217,12 @@ def _check_chunk(compiled: Compiled, unit: Unit) -> None:
         _check_fit(f"{where}: a piece of the receive area", receive.piece, "a chunk", elements * width)
         _check_fit(f"{where}: a position of the receive area", receive.peers, "the node (pieces)", team.per_node - 1)
     if team.nodes > 1:
-        _check_fit(f"{where}: a position of the wire area", receive.chunk, "a partial sum", elements * 4)
+        _check_fit(
+            f"{where}: a position of the wire area",
+            receive.chunk,
+            "a partial sum",
+            elements * itemsize(compiled.options.wire_dtype),
+        )
 
 
 def _fail(unit: Unit, index: int, span: tuple[int, int], problem: str) -> NoReturn:

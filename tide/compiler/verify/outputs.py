@@ -105,7 +105,7 @@ class OutputProof:
         place = np.arange(len(head)) - np.repeat(starts, sizes)
         last = np.append(head[1:], True) if len(head) else head
         seat = self.c.seat[folds.owner, 0]
-        due = (seat - 1 - place) % nodes
+        due = (seat - place) % nodes
         if len(bad := np.flatnonzero((folds.piece.node != due) | (place >= nodes))):
             at = int(bad[0])
             self._fail_fold(
@@ -118,7 +118,7 @@ class OutputProof:
             )
         if len(bad := np.flatnonzero(last & (place != nodes - 1))):
             at = int(bad[0])
-            missing = (int(seat[at]) - 2 - int(place[at])) % nodes
+            missing = (int(seat[at]) - 1 - int(place[at])) % nodes
             self._fail_fold(folds, at, f"is the last sum here, and the sum of node {missing} is missing")
         self._check_chain(folds, head, last)
         self._check_cover(folds, starts)
@@ -207,8 +207,9 @@ class OutputProof:
             )
             self._fail_fold(folds, int(bad[0]), problem)
         inner = ~self.c.node_sum[row]
-        if len(bad := np.flatnonzero(inner & (self.c.src_dtype[row] != _FLOAT32))):
-            self._fail_fold(folds, int(bad[0]), "reads a partial sum in another type than float32")
+        wire = self.scene.context.options.wire_dtype
+        if len(bad := np.flatnonzero(inner & (self.c.src_dtype[row] != DTYPE[wire]))):
+            self._fail_fold(folds, int(bad[0]), f"reads a partial sum in another type than {wire}")
         if len(bad := np.flatnonzero(self.c.based[row] == head)):
             problem = (
                 "adds to a running sum that nothing has begun"

@@ -2,7 +2,7 @@
 
 The path of a piece is followed by joins: gradient → receive area → the node's sum → partial area → wire
 area → running sum → output. The fixed order is: within a node, rank by rank as the team's grid lists
-them; across nodes, ``n - 1, n - 2, …`` for an owner on node ``n``, the own node last.
+them; across nodes, ``n, n - 1, n - 2, …`` for an owner on node ``n``, its own node first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tide.compiler.schedule.areas import areas_of
 from tide.compiler.shard import Int64
 from tide.compiler.verify.gather import check_routes
 from tide.compiler.verify.order import Order
@@ -18,6 +19,7 @@ from tide.compiler.verify.outputs import OutputProof, Pieces
 from tide.compiler.verify.reduce_columns import ReduceColumns
 from tide.compiler.verify.rings import RingAccess, Rings, only
 from tide.compiler.verify.scene import Scene
+from tide.compiler.verify.slot import check_areas, check_overlay
 from tide.compiler.verify.tables import (
     BUFFERS,
     COPY,
@@ -36,7 +38,6 @@ from tide.compiler.verify.tables import (
     Tables,
 )
 
-_FLOAT32 = DTYPE["float32"]
 #: Ranks that are proved at a time; bounds the memory of the proof.
 _BLOCK = 128
 
@@ -70,6 +71,7 @@ class ReduceProof:
     def __init__(self, scene: Scene, tables: Tables, order: Order, subjects: Bools, owners: Bools) -> None:
         self.scene, self.tables, self.order = scene, tables, order
         self.subjects, self.owners = subjects, owners
+        self.areas = areas_of(scene.context, tuple(i for i, p in enumerate(scene.parameters) if p.trainable))
         #: Stream names that touch each ring area from its own rank, by buffer.
         self.streams: dict[int, set[str]] = {}
 
@@ -79,6 +81,7 @@ class ReduceProof:
         if len(wrong := tables.of_kind(PLACE, MULTICAST)):
             scene.fail("has no use in a reduce-scatter", step=tables.describe(int(wrong[0])))
         check_routes(scene, tables)
+        check_areas(scene, self.areas, bool(tables.in_slot))
         grid = np.array(scene.context.team.grid, dtype=np.int64)
         pieces = Pieces.empty(len(tables.access(PUT).step))
         puts, moved = tables.access(PUT), 0
@@ -99,6 +102,8 @@ class ReduceProof:
         partial, carried = self._ring(PARTIAL, block)
         for ring in (receive, partial):
             self._finish(ring)
+        if self.areas.in_slot and not self.areas.ring:
+            check_overlay(self.scene, self.areas, receive, partial)
         here = np.flatnonzero(self.tables.kind[self.c.moves.step] == PUT)
         pieces.note(np.flatnonzero(block[puts.source]), self.c, carried[here])
         m = self.c.moves
@@ -118,7 +123,8 @@ class ReduceProof:
 
     def _finish(self, ring: Rings) -> None:
         ring.check_across()
-        self.streams.setdefault(ring.buffer, set()).update(ring.stream_names())
+        if not self.areas.in_slot:
+            self.streams.setdefault(ring.buffer, set()).update(ring.stream_names())
 
     # Use of buffers ------------------------------------------------------------------------------
 
@@ -172,6 +178,11 @@ class ReduceProof:
                 self.c.row_step[self.c.src_of[self.c.src.buffer == GRAD]],
             )
         )
+        late = np.flatnonzero(reading >= tables.queue_released[tables.queue[reading]])
+        if len(late):
+            self.scene.fail(
+                "reads gradients that its stream has released before", step=tables.describe(int(reading[late[0]]))
+            )
         for queue in np.unique(tables.queue[reading]):
             position, stream = int(tables.queue_position[queue]), tables.streams[int(tables.queue_stream[queue])]
             if stream not in tables.release[position]:
@@ -206,7 +217,7 @@ class ReduceProof:
                 self.c.row_step[of], self.c.me[of], self.c.src, self.c.runs[of], size[of], np.arange(len(of))
             )
             reads = only(reads, (self.c.src.buffer == buffer) & subjects[self.c.me[of]])
-        ring = Rings(self.scene, self.tables, self.order, buffer, writes, reads)
+        ring = Rings(self.scene, self.areas, self.tables, self.order, buffer, writes, reads)
         found = np.full(len(step) if buffer == PARTIAL else len(self.c.src_of), -1, dtype=np.int64)
         found[reads.row] = writes.row[ring.match()] if len(writes.row) or len(reads.row) else reads.row
         return ring, found
@@ -277,9 +288,10 @@ class ReduceProof:
         if len(bad := np.flatnonzero(wrong)):
             self.c.fail_sum(int(bad[0]), "sums another type than the gradient's")
         to_partial = self.c.dst.buffer == PARTIAL
-        wrong = to_partial & (self.c.based | (self.c.dst_dtype != _FLOAT32) | ~node)
+        wire = self.scene.context.options.wire_dtype
+        wrong = to_partial & (self.c.based | (self.c.dst_dtype != DTYPE[wire]) | ~node)
         if len(bad := np.flatnonzero(wrong)):
-            self.c.fail_sum(int(bad[0]), "is no float32 sum of the node alone, yet goes into the partial area")
+            self.c.fail_sum(int(bad[0]), f"is no {wire} sum of the node alone, yet goes into the partial area")
         final = self.tables.count[self.c.row_step] == 1
         if len(bad := np.flatnonzero(to_partial & final)):
             self.c.fail_sum(int(bad[0]), "applies scale and divisor to a partial sum; only the last sum is final")

@@ -209,6 +209,10 @@ class Tables:
     ----------
     queue_position, queue_stream, queue_start, queue_stop : ndarray of int64, shape (Q,)
         Position, stream (index into ``streams``), first step and end of each queue.
+    queue_released : ndarray of int64, shape (Q,)
+        Step before which each queue is said to have read all its gradients.
+    in_slot : bool or None
+        Whether the areas of the reduce-scatter are the slot; None where no program is loaded.
     queue_of : ndarray of int64, shape (positions, streams)
         Queue of a position's stream, or -1.
     loaded : ndarray of bool, shape (positions,)
@@ -222,10 +226,12 @@ class Tables:
         self.scene = scene
         self.streams: list[str] = []
         self.release: dict[int, tuple[str, ...]] = {}
+        self.in_slot: bool | None = None
         self._payloads = Payloads()
         self.multicast: dict[int, tuple[int, ...]] = {}
         self.loaded = np.zeros(scene.size, dtype=bool)
         queues: list[tuple[int, int, int]] = []
+        released: list[int] = []
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         self.steps = 0
         for program in programs:
@@ -233,6 +239,9 @@ class Tables:
                 scene.fail(f"runs a program for {program.collective}", position=program.position)
             self.loaded[program.position] = True
             self.release[program.position] = program.release
+            if self.in_slot not in (None, program.in_slot):
+                scene.fail("does not receive where the others do: in the slot, or beside it", position=program.position)
+            self.in_slot = program.in_slot
             names = [stream.name for stream in program.streams]
             if len(set(names)) != len(names):
                 scene.fail(f"two streams of one name among {names}", position=program.position)
@@ -240,12 +249,14 @@ class Tables:
                 if stream.name not in self.streams:
                     self.streams.append(stream.name)
                 queues.append((program.position, self.streams.index(stream.name), len(stream.steps)))
+                released.append(len(stream.steps) if stream.released is None else stream.released)
                 columns.append(self._rows(stream.steps))
                 self.steps += len(stream.steps)
         shape = np.array(queues, dtype=np.int64).reshape(-1, 3)
         self.queue_position, self.queue_stream = shape[:, 0].copy(), shape[:, 1].copy()
         self.queue_stop = np.cumsum(shape[:, 2])
         self.queue_start = self.queue_stop - shape[:, 2]
+        self.queue_released = self.queue_start + np.array(released, dtype=np.int64)
         self.queue_of = np.full((scene.size, max(len(self.streams), 1)), -1, dtype=np.int64)
         self.queue_of[self.queue_position, self.queue_stream] = np.arange(len(shape))
         self.queue = np.repeat(np.arange(len(shape), dtype=np.int32), shape[:, 2])

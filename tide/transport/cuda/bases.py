@@ -43,10 +43,15 @@ class Bases:
         Address of every reachable rank's arena.
     rank : int
         This rank.
+    in_slot : bool
+        Whether the areas of the reduce-scatter are the slot.
     """
 
-    def __init__(self, layout: ArenaLayout, slot: int, arenas: Mapping[int, int], rank: int) -> None:
+    def __init__(
+        self, layout: ArenaLayout, slot: int, arenas: Mapping[int, int], rank: int, in_slot: bool = False
+    ) -> None:
         self.layout, self.slot, self.arenas, self.rank = layout, slot, arenas, rank
+        self.in_slot = in_slot
         self._numbers: dict[tuple[Buffer, int], int] = {}
         #: Tensors that a call has to bring, with the number of their base.
         self.tensors: dict[tuple[Buffer, int], int] = {}
@@ -82,7 +87,7 @@ class Bases:
 
     def _start(self, buffer: Buffer) -> int:
         """Arena offset at which a buffer begins."""
-        if buffer is Buffer.STORAGE:
+        if buffer is Buffer.STORAGE or self.in_slot:
             return self.layout.slots[self.slot].offset
         areas = self.layout.receive
         return {Buffer.RECEIVE: areas.receive, Buffer.PARTIAL: areas.partial, Buffer.WIRE: areas.wire}[buffer]

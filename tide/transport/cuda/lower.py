@@ -53,7 +53,7 @@ class _Lowering:
         self.program, self.binding, self.device = program, replace(binding, tensors={}), device
         self.driver, self.words = device.driver, device.words
         layout = device.words.arena
-        self.bases = Bases(layout, binding.slot, device.arenas, device.rank)
+        self.bases = Bases(layout, binding.slot, device.arenas, device.rank, program.in_slot)
         self.copies = CopyArrays()
         self.sets: dict[str, LaunchSet] = {}
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
@@ -72,8 +72,10 @@ class _Lowering:
             if not stream.steps:  # a claim that waits for no peer: it ends when the slot has been vacated
                 self.append(self.gate(handle))
         for number, index in order:
-            stream = program.streams[number]
-            self.step(stream.name, out.streams[number][1], index, stream.steps[index])
+            stream, handle = program.streams[number], out.streams[number][1]
+            if index == stream.released and stream.name in program.release:
+                self.append(self.released(handle))
+            self.step(stream.name, handle, index, stream.steps[index])
         self.flush()
         self.copies.finish()
         for build in self.late:
@@ -85,7 +87,7 @@ class _Lowering:
     # Steps -------------------------------------------------------------------------------------
 
     def step(self, name: str, stream: int, index: int, step: Step) -> None:
-        if name not in self.gated and (self.program.collective != "reduce_scatter" or self.touches(step)):
+        if name not in self.gated and (self.program.uses_slot or self.touches(step)):
             self.gated.add(name)
             self.append(self.gate(stream))
         if isinstance(step, Signal):
@@ -199,7 +201,7 @@ class _Lowering:
     # Operations --------------------------------------------------------------------------------
 
     def gate(self, stream: int) -> Operation:
-        """Waits for what the caller did before, and for the slot's last readers on this rank."""
+        """Waits for what the caller did before, and for the slot's last users on this rank."""
         out, wait, check = self.out, self.driver.stream_wait_event, self.driver.check
 
         def issue() -> None:
@@ -207,9 +209,18 @@ class _Lowering:
                 check(result, "wait for the slot's last readers")
             for event in out.unawaited:
                 if result := wait(stream, event, 0):
-                    check(result, "wait for the slot's last all-gather")
+                    check(result, "wait for the slot's last collective")
             if result := wait(stream, out.entry, 0):
                 check(result, "wait for the caller's stream")
+
+        return issue
+
+    def released(self, stream: int) -> Operation:
+        """Notes that the stream reads no gradient from here on."""
+        out = self.out
+
+        def issue() -> None:
+            out.released.append(out.record(stream))
 
         return issue
 

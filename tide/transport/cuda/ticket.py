@@ -66,6 +66,7 @@ class CudaTicket(Ticket):
         self.gate = lowered.vacated
         self.ends: list[int] = []
         self.released: list[int] = []
+        self.marks: list[int] = []  # those of the released events that are no ends
         self.gradients: object = None
         self.outputs: object = None
         self.tensors: object = None

@@ -109,6 +109,7 @@ class CudaTransport(Transport):
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
         self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
+        self._reductions: dict[int, CudaTicket] = {}  # last reduce-scatter in each slot
         self._own: dict[tuple[int, Lane], int] = {}
         self._tickets: dict[str, deque[CudaTicket]] = {}  # by collective, each in order of issue
         self._pool: list[int] = []
@@ -234,9 +235,9 @@ class CudaTransport(Transport):
             if len(self._tickets.get(program.collective, ())) > 1:
                 self._reap(program.collective)
             lowered.prepare(binding)
-            writes_slot = program.collective != "reduce_scatter"
-            lowered.vacated = self._vacated.get(binding.slot, 0) if writes_slot else 0
-            lowered.unawaited = self._unawaited(binding.slot) if writes_slot else []
+            lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
+            lowered.unawaited = self._unawaited(binding.slot) if program.uses_slot else []
+            lowered.record, lowered.released = self._record, []
             self._numbers += 1
             ticket = CudaTicket(self, self._numbers, binding, lowered)
             self.driver.range_push(lowered.name)
@@ -244,10 +245,12 @@ class CudaTransport(Transport):
                 ticket.entry = lowered.entry = self._record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
-                for name, stream in lowered.streams:
-                    event = self._record(stream)
+                ticket.marks = lowered.released
+                ticket.released = list(ticket.marks)
+                for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
+                    event = self._record(handle)
                     ticket.ends.append(event)
-                    if name in program.release:
+                    if name in program.release and stream.released is None:
                         ticket.released.append(event)
             except BaseException as error:
                 # The counters no longer say what the device has been told.
@@ -265,20 +268,23 @@ class CudaTransport(Transport):
                 ticket.tensors = binding.tensors, lowered.keep_alive()
             with self._books:
                 self._tickets.setdefault(program.collective, deque()).append(ticket)
-            if writes_slot:
-                self._gathers[binding.slot] = ticket
+            if program.uses_slot:
+                reduces = program.collective == "reduce_scatter"
+                (self._reductions if reduces else self._gathers)[binding.slot] = ticket
             return ticket
 
     def _unawaited(self, slot: int) -> list[int]:
-        """Ends of the last all-gather into a slot, unless the caller has waited for it before vacating the slot.
+        """Ends of the slot's last collectives.
 
-        Its streams write the slot, and push from it to peers.
+        An all-gather's streams write the slot, and push from it to peers; it counts unless the caller has waited for
+        it before vacating the slot. A reduce-scatter in the slot always counts: callers wait for its end on another
+        stream, and after they have vacated the slot. All that peers write into the slot for it, it has read.
         """
-        ticket = self._gathers.get(slot)
-        if ticket is None or ticket.awaited_for:
-            return []
+        tickets = [self._gathers.get(slot), self._reductions.get(slot)]
+        if tickets[0] is not None and tickets[0].awaited_for:
+            tickets[0] = None
         with self._books:
-            return list(ticket.ends)
+            return [event for ticket in tickets if ticket is not None for event in ticket.ends]
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
         lowered = lower(program, binding, self._programs(program, binding), self._device)
@@ -297,13 +303,14 @@ class CudaTransport(Transport):
         if program.collective not in COLLECTIVES:  # a claim: waits on credits only
             return own
         found: tuple[Sequence[int] | None, Mapping[int, str]] = None, {}
-        if program is not self.compiled.program(binding.unit, program.collective, self.rank):
+        in_slot = program.in_slot
+        if program is not self.compiled.program(binding.unit, program.collective, self.rank, in_slot=in_slot):
             parameters = self.compiled.spec.unit(binding.unit).parameters
             grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
             outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
             found = outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
         others = {
-            position: self.compiled.program(binding.unit, program.collective, rank, *found)
+            position: self.compiled.program(binding.unit, program.collective, rank, *found, in_slot=in_slot)
             for position, rank in enumerate(binding.ranks)
         }
         return {**others, **own}
@@ -401,8 +408,8 @@ class CudaTransport(Transport):
                 ticket = tickets.popleft()
                 ticket.finished = True
                 ticket.gradients = ticket.outputs = ticket.tensors = None
-                self._pool += [ticket.entry, *ticket.ends]
-                ticket.ends, ticket.released, ticket.entry, ticket.gate = [], [], 0, 0
+                self._pool += [ticket.entry, *ticket.ends, *ticket.marks]
+                ticket.ends, ticket.released, ticket.marks, ticket.entry, ticket.gate = [], [], [], 0, 0
 
     # Failing and closing -----------------------------------------------------------------------
 
@@ -442,6 +449,7 @@ class CudaTransport(Transport):
                 self.driver.free_stream(stream)
             self._lowered.clear()
             self._gathers.clear()
+            self._reductions.clear()
             self._streams.clear()
             self._pool.clear()
             self._vacated.clear()

@@ -177,11 +177,12 @@ class Preparer:
         }
         arena = rank.compiled.arena
         slot, areas = arena.slots[binding.slot], arena.receive
+        in_slot = (slot.offset, slot.size)
         self.areas = {
-            Buffer.STORAGE: (slot.offset, slot.size),
-            Buffer.RECEIVE: (areas.receive, areas.receive_size),
-            Buffer.PARTIAL: (areas.partial, areas.wire_size),
-            Buffer.WIRE: (areas.wire, areas.wire_size),
+            Buffer.STORAGE: in_slot,
+            Buffer.RECEIVE: in_slot if program.in_slot else (areas.receive, areas.receive_size),
+            Buffer.PARTIAL: in_slot if program.in_slot else (areas.partial, areas.wire_size),
+            Buffer.WIRE: in_slot if program.in_slot else (areas.wire, areas.wire_size),
         }
 
     def prepare(self) -> Prepared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import TypeVar
 
@@ -78,7 +79,7 @@ def enqueue(
     program : Program
         The steps.
     after : sequence of Event
-        Events that each of its streams waits for first.
+        Events that each of its streams waits for first. A reduce-scatter that uses the slot then finds it empty.
     pieces : int
         Parts into which a data step is cut, about.
     random : Random, optional
@@ -94,18 +95,29 @@ def enqueue(
     PlanError
         If a step leaves its buffer or names a rank that it cannot reach.
     """
+    call.in_slot = program.in_slot
     lowering = _Lowering(machine, call, pieces, random or Random(0))
     what = f"{program.collective} of {call.unit.name!r} on rank {call.rank}"
     end = machine.event(f"end of {what}", len(program.streams))
     released = machine.event(
         f"last read of gradients of {what}", sum(stream.name in program.release for stream in program.streams)
     )
+    if program.in_slot:
+        begun = machine.event(f"begin of {what}", 1)
+        begun.action = partial(machine.memory.vacate, call)
+        items = machine.actor(call.rank, f"slot {call.slot}").items
+        items += [HoldItem(Site(call, "slot", 0, None), event) for event in after]
+        items.append(EndItem(begun))
+        after = [begun]
     for stream in program.streams:
         items = machine.actor(call.rank, stream.name).items
         items += [HoldItem(Site(call, stream.name, 0, None), event) for event in after]
+        reads = stream.name in program.release
         for index, step in enumerate(stream.steps):
+            if reads and index == stream.released:
+                items.append(EndItem(released))
             items += lowering.lower(Site(call, stream.name, index, step), step)
-        if stream.name in program.release:
+        if reads and (stream.released is None or stream.released == len(stream.steps)):
             items.append(EndItem(released))
         items.append(EndItem(end))
     return end, released

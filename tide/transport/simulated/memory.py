@@ -129,6 +129,8 @@ class Call:
         Slot of the unit.
     mark : int
         What it leaves on the bytes that it writes; the same on every rank of the group.
+    in_slot : bool
+        Whether the areas of a reduce-scatter are the unit's slot.
     blocks : dict of (Buffer, int) to Block
         Memory of this rank outside of the arena, by parameter.
     scale, divisor : float
@@ -144,6 +146,7 @@ class Call:
     blocks: dict[tuple[Buffer, int], Block] = field(default_factory=dict)
     scale: float = 1.0
     divisor: float = 1.0
+    in_slot: bool = False
 
 
 class Memory:
@@ -169,7 +172,7 @@ class Memory:
     def _area(self, call: Call, buffer: Buffer) -> tuple[int, int]:
         """Start in the arena and size of an area, as the program of ``call`` sees it."""
         areas = self.compiled.arena.receive
-        if buffer is Buffer.STORAGE:
+        if buffer is Buffer.STORAGE or call.in_slot:
             return self.compiled.arena.slots[call.slot].offset, self.compiled.layouts[call.unit.name].size
         if buffer is Buffer.RECEIVE:
             return areas.receive, areas.receive_size
@@ -198,6 +201,13 @@ class Memory:
         if runs < 1 or length < 1 or region.offset < 0 or region.pitch < 0 or last > size:
             raise PlanError(f"{self.name(call, access)} on rank {rank}: out of bounds, the buffer has {size} bytes")
         return block, base + region.offset
+
+    def vacate(self, call: Call) -> None:
+        """Forgets what the slot of a call held on its rank: nobody reads it any more."""
+        start, size = self._area(call, Buffer.STORAGE)
+        arena = self.arenas[call.rank]
+        arena.marks[start : start + size] = UNWRITTEN
+        arena.data[start : start + size] = POISON
 
     def padding(self, call: Call, access: Access) -> npt.NDArray[np.bool_] | None:
         """Which bytes of an access to storage are pads within the bundle, whose content is of no matter."""

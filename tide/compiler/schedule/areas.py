@@ -1,0 +1,221 @@
+"""Where the pieces, partial sums and arrivals of a reduce-scatter lie: in the arena's areas, or in the unit's slot.
+
+The arena's areas are rings, shared by all units. A vacated slot is the unit's own, and as large as all that comes
+in: of ``N`` nodes × ``P`` ranks, a reducer gets ``N · (P - 1)`` of the ``N · P`` parts of the unit. So in a slot
+every piece has a place of its own, and nobody waits for one::
+
+    slot ├─ wire ring ─┤─ partial sums ──▶ (gap) ─┤─ pieces of turn 0 ─┤─ turn 1 ─┤ … ┤
+         └ from other nodes                       └ one of each rank of the node
+
+Partial sums, wider than the pieces of one rank, grow into the places of pieces that have been summed: the one of
+turn ``t`` ends before the pieces of turn ``t`` begin. Gradients wider than the parameters do not fit: they go
+through a ring within the slot. Where not even that fits, the arena's areas are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tide.compiler.dtypes import itemsize
+from tide.compiler.model import Unit
+from tide.compiler.options import MIB, PlanOptions
+from tide.compiler.place import SEGMENT_ALIGNMENT, ReceiveLayout, align
+from tide.compiler.schedule.chunks import (
+    CHUNK_ALIGNMENT,
+    Segment,
+    aligned,
+    chunk_elements,
+    cut,
+    extent,
+    owner_shape,
+    shapes,
+    widest,
+)
+from tide.compiler.schedule.unit import UnitContext
+from tide.topology import Team
+
+#: Bytes of a piece in the arena's areas, where these are needed only if a slot has not been vacated.
+SPARE_PIECE = MIB
+#: Positions of a ring in a slot, at most.
+DEEPEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Areas:
+    """Places of one reduce-scatter; sizes and offsets in bytes.
+
+    Attributes
+    ----------
+    in_slot : bool
+        In the unit's vacated slot; offsets count from its start, otherwise from those of the arena's areas.
+    ring : bool
+        Pieces and partial sums go through positions that are used again; otherwise each has its own place.
+    capacity : int
+        Elements of a chunk at most.
+    falling : int
+        Chunks get smaller from the first to the last (bytes of the widest element), or 0.
+    depth : int
+        Positions: of the wire area, and of the others where they are rings.
+    peers, piece : int
+        Pieces of a ring position, and the size of one.
+    width : int
+        Bytes of the widest gradient's element, by which places of pieces are spaced.
+    wire_width : int
+        Bytes of an element of a partial sum.
+    chunk : int
+        Size of a partial sum.
+    receive, partial, wire : int
+        Where the pieces, the partial sums and those of other nodes begin.
+    size : int
+        Bytes of the slot that are used; 0 in the arena.
+    """
+
+    in_slot: bool
+    ring: bool
+    capacity: int
+    falling: int
+    depth: int
+    peers: int
+    piece: int
+    width: int
+    wire_width: int
+    chunk: int
+    receive: int = 0
+    partial: int = 0
+    wire: int = 0
+    size: int = 0
+
+    def chunks(self, unit: Unit, owner: int, subset: tuple[int, ...]) -> tuple[tuple[Segment, ...], ...]:
+        """Chunks of the output of ``owner`` for the parameters in ``subset``."""
+        return cut(owner_shape(unit, owner, subset), self.capacity, self.falling)
+
+
+def areas_of(context: UnitContext, subset: tuple[int, ...]) -> Areas:
+    """Areas of a reduce-scatter: the slot's if the context offers a slot and they fit, else the arena's.
+
+    Parameters
+    ----------
+    context : UnitContext
+        Unit, team, areas of the arena, bytes of the slot.
+    subset : tuple of int
+        Parameters that have a gradient.
+    """
+    key = ("areas", subset)
+    if key not in context.memo:
+        found = None
+        if context.slot_bytes:
+            found = slot_areas(context.unit, context.slot_bytes, context.team, context.options, subset)
+        context.memo[key] = found or _arena_areas(context.unit, context.receive, context.options)
+    areas: Areas = context.memo[key]
+    return areas
+
+
+def arena_chunk(unit: Unit, options: PlanOptions, spare: bool) -> int:
+    """Elements of the unit's chunks for which the arena's areas are laid out.
+
+    ``spare`` areas serve a unit only when its slot has not been vacated.
+    """
+    elements = chunk_elements(unit, options)
+    if not spare or not elements:
+        return elements
+    return min(elements, max(aligned(SPARE_PIECE // widest(unit.parameters)), CHUNK_ALIGNMENT))
+
+
+def _arena_areas(unit: Unit, receive: ReceiveLayout, options: PlanOptions) -> Areas:
+    """The arena's areas; gradients of a wider type than those they were laid out for fill a piece sooner."""
+    width, wire_width = widest(unit.parameters), itemsize(options.wire_dtype)
+    capacity = CHUNK_ALIGNMENT  # nothing to reduce: a program without steps
+    if width:
+        fits = receive.piece // width
+        if receive.chunk:
+            fits = min(fits, receive.chunk // wire_width)
+        capacity = chunk_elements(unit, options)
+        if capacity > fits:
+            capacity = fits - fits % CHUNK_ALIGNMENT if fits > CHUNK_ALIGNMENT else max(fits, 1)
+    return Areas(
+        False, True, capacity, 0, receive.depth, receive.peers, receive.piece, width, wire_width, receive.chunk
+    )
+
+
+def slot_areas(unit: Unit, slot_bytes: int, team: Team, options: PlanOptions, subset: tuple[int, ...]) -> Areas | None:
+    """Areas within a slot of ``slot_bytes``, or None where not even one ring position fits."""
+    width = widest(unit.parameters)
+    if not width:
+        return None
+    wanted = chunk_elements(unit, options)
+    falling = width if team.nodes == 1 and options.chunk_bytes is None else 0
+    # Smaller chunks leave more room beside the pieces, but a ring is better than many steps.
+    for smaller in range(1 if team.nodes == 1 else 4):
+        placed = _placed(unit, team, options, subset, aligned(wanted >> smaller) or CHUNK_ALIGNMENT, falling)
+        if placed.size <= slot_bytes:
+            return placed
+    capacity = wanted
+    while True:
+        ring = _ring(team, options, width, capacity, slot_bytes)
+        if ring.depth >= options.receive_depth or (capacity == CHUNK_ALIGNMENT and ring.depth):
+            return ring
+        if capacity == CHUNK_ALIGNMENT:
+            return None
+        capacity = aligned(capacity // 2)
+
+
+def _placed(
+    unit: Unit, team: Team, options: PlanOptions, subset: tuple[int, ...], capacity: int, falling: int
+) -> Areas:
+    """A place for each piece and each partial sum, and a ring for what comes from other nodes."""
+    peers, width, wire_width = team.per_node - 1, widest(unit.parameters), itemsize(options.wire_dtype)
+    extents = [[extent(chunk) for chunk in cut(shape, capacity, falling)] for shape in shapes(unit, subset)]
+    output = max((sum(row) for row in extents), default=0)
+    largest = max((size for row in extents for size in row), default=0)
+    chunk = partials = gap = 0
+    if team.nodes > 1:
+        chunk = align(largest * wire_width, SEGMENT_ALIGNMENT)
+        partials = options.receive_depth * chunk
+        # Elements of partial sums before turn t never exceed those of pieces, so their lead over the pieces' places
+        # grows only where they are the larger ones.
+        lead = wire_width - peers * width
+        gap = largest * (wire_width if lead <= 0 else peers * width) + max(lead, 0) * (team.nodes - 1) * output
+        gap = align(gap, SEGMENT_ALIGNMENT)
+    receive = partials + gap
+    return Areas(
+        True,
+        False,
+        capacity,
+        falling,
+        options.receive_depth,
+        peers,
+        0,
+        width,
+        wire_width,
+        chunk,
+        receive,
+        partials,
+        0,
+        receive + peers * width * team.nodes * output,
+    )
+
+
+def _ring(team: Team, options: PlanOptions, width: int, capacity: int, slot_bytes: int) -> Areas:
+    """A ring with as many positions as a slot holds; none, if its depth is 0."""
+    peers, wire_width = team.per_node - 1, itemsize(options.wire_dtype)
+    piece = align(capacity * width, SEGMENT_ALIGNMENT)
+    chunk = align(capacity * wire_width, SEGMENT_ALIGNMENT) if team.nodes > 1 else 0
+    position = peers * piece + 2 * chunk
+    depth = min(slot_bytes // position, DEEPEST) if position else DEEPEST
+    partial, wire = depth * peers * piece, depth * (peers * piece + chunk)
+    return Areas(
+        True,
+        True,
+        capacity,
+        0,
+        depth,
+        peers,
+        piece,
+        width,
+        wire_width,
+        chunk,
+        0,
+        partial,
+        wire,
+        depth * position,
+    )
