@@ -188,13 +188,12 @@ def early_push(compiled: Compiled, rng: random.Random, collective: str) -> tuple
 @fault("early-slot", RS, shows="reuse")
 def early_slot(compiled: Compiled, rng: random.Random, collective: str) -> tuple[Compiled, str]:
     """A rank pushes into a peer's slot without its word that the slot has been vacated."""
-    if not all(compiled.program(unit.name, collective, 0).in_slot for unit in compiled.spec.units):
-        raise NoPlaceError
     fits = _followed_by(compiled, collective, Lane.CREDIT, _copies)
 
     def first(spot: Spot) -> bool:
-        steps = compiled.program(spot.unit, collective, spot.rank).streams[spot.stream].steps
-        return fits(spot) and spot.step not in steps[: spot.index]
+        program = compiled.program(spot.unit, collective, spot.rank)
+        earlier = program.streams[spot.stream].steps[: spot.index]
+        return program.in_slot and fits(spot) and spot.step not in earlier
 
     return _drop_pair(compiled, rng, collective, first)
 

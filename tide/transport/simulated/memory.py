@@ -209,6 +209,21 @@ class Memory:
         arena.marks[start : start + size] = UNWRITTEN
         arena.data[start : start + size] = POISON
 
+    def check_read(self, call: Call) -> None:
+        """Raises if a reduce-scatter that has ended left something unread in the slot of its rank.
+
+        In a ring, the next write there would tell.
+        """
+        if not call.in_slot:
+            return
+        start, size = self._area(call, Buffer.STORAGE)
+        unread = np.flatnonzero(self.arenas[call.rank].marks[start : start + size] != UNWRITTEN)
+        if len(unread):
+            raise PlanError(
+                f"unit {call.unit.name!r}, {call.collective}, rank {call.rank}: byte {unread[0]} of the slot was "
+                "written, but never read"
+            )
+
     def padding(self, call: Call, access: Access) -> npt.NDArray[np.bool_] | None:
         """Which bytes of an access to storage are pads within the bundle, whose content is of no matter."""
         bundle = self.compiled.layouts[call.unit.name].bundle

@@ -20,7 +20,7 @@ from tide.torch_types import to_torch
 from tide.transport.simulated.checks import ByIndex, by_index, check_outputs, check_tensor, free_gradients
 from tide.transport.simulated.lower import cuts, enqueue
 from tide.transport.simulated.machine import EndItem, Event, HoldItem, Machine, TraceEvent, Work
-from tide.transport.simulated.memory import MARKS, Access, Block, Call, bytes_of
+from tide.transport.simulated.memory import MARKS, Access, Block, Bytes, Call, bytes_of
 from tide.transport.simulated.parts import Inspect, Part, Site, Source
 from tide.transport.simulated.reference import (
     random_tensor,
@@ -381,8 +381,13 @@ class Simulation:
                 self._reduced[rank, call.slot] = end
             released.action = partial(free_gradients, call)
             wanted = {index: bytes_of(shards[position].contiguous()) for index, shards in expected.items()}
-            end.action = partial(check_outputs, call, wanted)
+            end.action = partial(self._ended, call, wanted)
             self._outs[unit.name, rank] = outs
+
+    def _ended(self, call: Call, wanted: Mapping[int, Bytes]) -> None:
+        """Checks what a reduce-scatter leaves."""
+        self.machine.memory.check_read(call)
+        check_outputs(call, wanted)
 
     # Running -----------------------------------------------------------------------------------
 
