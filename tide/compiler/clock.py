@@ -404,6 +404,8 @@ def _arrivals(context: UnitContext, program: Program) -> dict[str, dict[int, int
                 following = stream.steps[index + 1]
                 if isinstance(following, Accumulate):
                     found[index] = sum(
-                        4 * total.runs * total.count for total in following.sums if total.srcs[0].buffer is Buffer.WIRE
+                        itemsize(total.src_dtype) * total.runs * total.count
+                        for total in following.sums
+                        if total.srcs[0].buffer is Buffer.WIRE
                     )
     return out

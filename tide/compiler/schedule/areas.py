@@ -27,6 +27,7 @@ from tide.compiler.schedule.chunks import (
     chunk_elements,
     cut,
     extent,
+    fall_of,
     owner_shape,
     shapes,
     widest,
@@ -52,8 +53,8 @@ class Areas:
         Pieces and partial sums go through positions that are used again; otherwise each has its own place.
     capacity : int
         Elements of a chunk at most.
-    falling : int
-        Chunks get smaller from the first to the last (bytes of the widest element), or 0.
+    fall : int
+        How many times larger each chunk is than the next, or 0: equal ones, then smaller ones.
     depth : int
         Positions: of the wire area, and of the others where they are rings.
     peers, piece : int
@@ -73,7 +74,7 @@ class Areas:
     in_slot: bool
     ring: bool
     capacity: int
-    falling: int
+    fall: int
     depth: int
     peers: int
     piece: int
@@ -87,7 +88,7 @@ class Areas:
 
     def chunks(self, unit: Unit, owner: int, subset: tuple[int, ...]) -> tuple[tuple[Segment, ...], ...]:
         """Chunks of the output of ``owner`` for the parameters in ``subset``."""
-        return cut(owner_shape(unit, owner, subset), self.capacity, self.falling)
+        return cut(owner_shape(unit, owner, subset), self.capacity, self.width, self.fall)
 
 
 def areas_of(context: UnitContext, subset: tuple[int, ...]) -> Areas:
@@ -143,10 +144,10 @@ def slot_areas(unit: Unit, slot_bytes: int, team: Team, options: PlanOptions, su
     if not width:
         return None
     wanted = chunk_elements(unit, options)
-    falling = width if team.nodes == 1 and options.chunk_bytes is None else 0
+    fall = fall_of(team.per_node) if team.nodes == 1 and options.chunk_bytes is None else 0
     # Smaller chunks leave more room beside the pieces, but a ring is better than many steps.
     for smaller in range(1 if team.nodes == 1 else 4):
-        placed = _placed(unit, team, options, subset, aligned(wanted >> smaller) or CHUNK_ALIGNMENT, falling)
+        placed = _placed(unit, team, options, subset, aligned(wanted >> smaller) or CHUNK_ALIGNMENT, fall)
         if placed.size <= slot_bytes:
             return placed
     capacity = wanted
@@ -159,12 +160,10 @@ def slot_areas(unit: Unit, slot_bytes: int, team: Team, options: PlanOptions, su
         capacity = aligned(capacity // 2)
 
 
-def _placed(
-    unit: Unit, team: Team, options: PlanOptions, subset: tuple[int, ...], capacity: int, falling: int
-) -> Areas:
+def _placed(unit: Unit, team: Team, options: PlanOptions, subset: tuple[int, ...], capacity: int, fall: int) -> Areas:
     """A place for each piece and each partial sum, and a ring for what comes from other nodes."""
     peers, width, wire_width = team.per_node - 1, widest(unit.parameters), itemsize(options.wire_dtype)
-    extents = [[extent(chunk) for chunk in cut(shape, capacity, falling)] for shape in shapes(unit, subset)]
+    extents = [[extent(chunk) for chunk in cut(shape, capacity, width, fall)] for shape in shapes(unit, subset)]
     output = max((sum(row) for row in extents), default=0)
     largest = max((size for row in extents for size in row), default=0)
     chunk = partials = gap = 0
@@ -181,7 +180,7 @@ def _placed(
         True,
         False,
         capacity,
-        falling,
+        fall,
         options.receive_depth,
         peers,
         0,

@@ -15,8 +15,8 @@ from tide.compiler.shard import shard
 
 #: Elements to which segments of a chunk are aligned, so that 16-byte accesses stay aligned.
 CHUNK_ALIGNMENT = 64
-#: Where there is no ring, each chunk is this part of the one before it, down to so many bytes, in so many chunks.
-FALL, SMALLEST, MOST = 3, 4 * MIB, 4
+#: Where there is no ring, each chunk is a part of the one before it, down to so many bytes, in so many chunks.
+SMALLEST, MOST = 4 * MIB, 4
 
 
 class Segment(NamedTuple):
@@ -80,36 +80,44 @@ def ring_limits(elements: int, capacity: int) -> tuple[int, ...]:
     return (*(min(aligned(-(-rest // count)), capacity),) * count, *tail)
 
 
-def falling_limits(elements: int, width: int) -> tuple[int, ...]:
-    """Elements of each chunk where every piece has a place of its own: each a third of the one before.
+def fall_of(per_node: int) -> int:
+    """How many times larger a chunk may be than the one after it, where no ring asks for equal ones.
 
-    A sum takes less than a third of the time in which its chunk was pushed, so it ends before the next chunk
-    is there; fewer chunks than in a ring are fewer steps to issue.
+    As often as a chunk's push takes longer than its sum, which then ends before the next chunk is there: a piece
+    is pushed by one engine, but ``P`` of them and a float32 are read and written by the sum. By the rates of an
+    H200, 0.37 of the push's time with two ranks, 0.19 with four, 0.13 with eight; twice that is allowed for, as few
+    CTAs sum. With two or three ranks that leaves nothing to gain. 0 means chunks as in a ring.
     """
+    return 3 if per_node >= 8 else 2 if per_node >= 4 else 0
+
+
+def falling_limits(elements: int, width: int, fall: int) -> tuple[int, ...]:
+    """Elements of each chunk, each the ``fall``-th part of the one before: few steps, and little left to sum."""
+
+    def shares(count: int) -> int:
+        return int((fall**count - 1) // (fall - 1))
+
     count = MOST
-    while count > 1 and elements * width // _shares(count) < SMALLEST:
+    while count > 1 and elements * width // shares(count) < SMALLEST:
         count -= 1
-    last = elements / _shares(count)
-    sizes = [aligned(int(last * FALL ** (count - 1 - k))) for k in range(1, count)]
+    last = elements / shares(count)
+    sizes = [aligned(int(last * fall ** (count - 1 - k))) for k in range(1, count)]
     return (max(aligned(elements) - sum(sizes), CHUNK_ALIGNMENT), *sizes)
 
 
-def _shares(count: int) -> int:
-    """All chunks, in sizes of the last."""
-    return int((FALL**count - 1) // (FALL - 1))
-
-
 @lru_cache(maxsize=4096)
-def cut(shape: tuple[tuple[int, int, int], ...], capacity: int, falling: int = 0) -> tuple[tuple[Segment, ...], ...]:
+def cut(
+    shape: tuple[tuple[int, int, int], ...], capacity: int, width: int = 0, fall: int = 0
+) -> tuple[tuple[Segment, ...], ...]:
     """Cuts an owner's output, given as ``(parameter index, runs, elements per run)`` each, into chunks.
 
-    With ``falling``, the bytes of the widest element, chunks get smaller from the first to the last.
+    With ``fall``, chunks get smaller from the first to the last; ``width`` is the size of the widest element.
     """
     chunks: list[tuple[Segment, ...]] = []
     chunk: list[Segment] = []
     elements = sum(aligned(runs * count) for _, runs, count in shape)
-    limits = falling_limits(elements, falling) if falling else ring_limits(elements, capacity)
-    largest = max(limits) if falling else capacity
+    limits = falling_limits(elements, width, fall) if fall else ring_limits(elements, capacity)
+    largest = max(limits) if fall else capacity
     limit = room = limits[0]
 
     def flush() -> None:
