@@ -14,6 +14,7 @@ from tide.compiler.schedule import (
     UnitContext,
     all_gather_program,
     arena_chunk,
+    bundle_of,
     reduce_scatter_program,
     slot_areas,
 )
@@ -181,6 +182,7 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
     chunks: dict[str, int] = {}
     fits: dict[tuple[int, Mesh], bool] = {}
     teams: dict[Mesh, set[Team]] = {}
+    staged = 0
 
     def teams_of(unit: Unit) -> Sequence[Team]:
         if unit.mesh not in teams:
@@ -193,12 +195,13 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
             by_signature[number] = lay_out_unit(unit, options)
         layouts[unit.name] = by_signature[number]
         if (number, unit.mesh) not in fits:
+            staged = max(staged, *(bundle_of(unit, team, options).nbytes for team in teams_of(unit)))
             fits[number, unit.mesh] = options.slot_reuse and _fits_slot(
                 unit, layouts[unit.name].size, teams_of(unit), options
             )
         if elements := arena_chunk(unit, options, fits[number, unit.mesh]):
             chunks[unit.name] = elements
-    arena = lay_out_arena(spec, layouts, teams_of, chunks, topology.world_size, options)
+    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options)
     beside = tuple(name for name in chunks if options.slot_reuse and not fits[signatures[name], spec.unit(name).mesh])
     plan_digest = digest(spec, topology, options)
     return Compiled(spec, topology, options, layouts, arena, plan_digest, beside, _signatures=signatures)

@@ -7,7 +7,7 @@ A slot holds one unit's storage at a time::
 
 and the arena is the same on every rank::
 
-    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ signals ─┤
+    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ staged ─┤─ signals ─┤
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ReceiveLayout:
 
     Attributes
     ----------
-    receive, partial, wire : int
+    receive, partial, wire, staged : int
         Offsets in the arena.
     piece : int
         Bytes of one piece (one rank's gradients of one chunk); a position holds one piece per rank
@@ -162,16 +162,20 @@ class ReceiveLayout:
     chunk : int
         Bytes of one partial sum.
     depth : int
-        Positions of each area.
+        Positions of each area but the last.
+    staged_size : int
+        Bytes of small gradients that are packed at a time.
     """
 
     receive: int
     partial: int
     wire: int
+    staged: int
     piece: int
     peers: int
     chunk: int
     depth: int
+    staged_size: int
 
     @property
     def receive_size(self) -> int:
@@ -260,6 +264,7 @@ def lay_out_arena(
     layouts: dict[str, UnitLayout],
     teams: Callable[[Unit], Sequence[Team]],
     chunk_elements: dict[str, int],
+    staged_bytes: int,
     world_size: int,
     options: PlanOptions,
 ) -> ArenaLayout:
@@ -275,6 +280,8 @@ def lay_out_arena(
         The distinct teams of a unit's shard groups.
     chunk_elements : dict of str to int
         Elements of one chunk of each unit's reduce-scatter in the areas; absent for units without gradients.
+    staged_bytes : int
+        Bytes of small gradients that the unit with the most of them packs in the areas.
     world_size : int
         Ranks of the topology.
     options : PlanOptions
@@ -306,8 +313,9 @@ def lay_out_arena(
     receive = cursor
     partial = align(receive + options.receive_depth * peers * piece, AREA_ALIGNMENT)
     wire = align(partial + options.receive_depth * chunk, AREA_ALIGNMENT)
-    signals = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
-    areas = ReceiveLayout(receive, partial, wire, piece, peers, chunk, options.receive_depth)
+    staged = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
+    signals = align(staged + staged_bytes, AREA_ALIGNMENT)
+    areas = ReceiveLayout(receive, partial, wire, staged, piece, peers, chunk, options.receive_depth, staged_bytes)
     lanes = len(slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
     size = align(signals + lanes * world_size * SIGNAL_BYTES, AREA_ALIGNMENT)
     return ArenaLayout(tuple(slots), slot_of, areas, signals, world_size, size)

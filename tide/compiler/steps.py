@@ -29,12 +29,13 @@ class Buffer(Enum):
     WIRE = "wire"  #: arena: partial sums that came from other nodes
     RUNNING = "running"  #: float32 running sum of the output where the output is not float32 itself
     OUT = "out"  #: reduced shard of the gradient of parameter [index], dense
+    STAGED = "staged"  #: arena: small gradients, packed for the ranks that sum them
 
     __hash__ = object.__hash__  # members are singletons; Enum hashes their names, in Python, at each look-up
 
 
 #: Buffers that live in the arena, at the same offsets on every rank.
-ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE})
+ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.STAGED})
 
 
 class Lane(IntEnum):
@@ -112,7 +113,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Cast and scatter local data; one kernel. The only kernel of an all-gather."""
+    """Cast and scatter local data; one kernel. The only kernel of an all-gather; packs small gradients, too."""
 
     casts: tuple[Cast, ...]
 
@@ -221,8 +222,8 @@ class Program:
     release : tuple of str
         Streams that read gradients: at their `released` steps, or their ends, no gradient is read any more.
     in_slot : bool
-        ``RECEIVE``, ``PARTIAL`` and ``WIRE`` are the unit's own slot, which has been vacated: a
-        reduce-scatter that needs no memory of its own. All three then begin where the slot begins.
+        ``RECEIVE``, ``PARTIAL``, ``WIRE`` and ``STAGED`` are the unit's own slot, which has been vacated: a
+        reduce-scatter that needs no memory of its own. All of them then begin where the slot begins.
     """
 
     collective: str

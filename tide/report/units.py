@@ -10,7 +10,7 @@ from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.scatter import descriptor_count
 from tide.compiler.shard import shard
-from tide.compiler.steps import Multicast, SwitchReduce
+from tide.compiler.steps import Multicast, Place, Program, SwitchReduce
 from tide.topology import Team
 
 
@@ -126,19 +126,29 @@ def reduce_scatter_route(compiled: Compiled, unit: Unit, rank: int) -> tuple[str
     wire = "/".join(sorted({str(p.grad_dtype) for p in trainable}))
     if team.size == 1:
         return "sum", f"one kernel scales the {wire} gradient into place: one rank holds the unit"
-    push = f"{wire} pushed by copy engine, summed in rank order in float32"
+    program = compiled.program(unit.name, "reduce_scatter", rank)
+    packed = sum(len({c.src.index for c in s.casts}) for _, _, s in program.steps() if isinstance(s, Place))
+    push = f"{wire} pushed by copy engine{_where(compiled, unit, program)}, summed in rank order in float32"
+    if packed:
+        push = f"{_plural(packed, 'small gradient')} packed by a kernel, {push}"
     if team.nodes == 1:
         return "push, copy engine", f"{push} by the owner: {team.per_node} ranks on one node"
-    program = compiled.program(unit.name, "reduce_scatter", rank)
     switch = any(isinstance(step, SwitchReduce) for _, _, step in program.steps())
     fold = "summed in the switch" if switch else "summed node by node by the owner"
-    far = f"float32 partial sums put to their owners, {fold}: {team.nodes} nodes"
+    far = f"{compiled.options.wire_dtype} partial sums put to their owners, {fold}: {team.nodes} nodes"
     uneven = _spread(compiled, unit, rank, team)
     if uneven:
         return "puts", f"{far.replace('nodes', 'ranks').replace('node by node', 'rank by rank')}; {uneven}"
     if team.per_node == 1:
         return "puts", f"{far}, one rank each"
     return "push + put", f"{push} on the owner's rail ({team.per_node} ranks a node); {far}"
+
+
+def _where(compiled: Compiled, unit: Unit, program: Program) -> str:
+    """Where a reduce-scatter receives, if the plan reuses slots."""
+    if program.in_slot:
+        return " into vacated slots"
+    return " beside the slot, which is too small for the gradients" if unit.name in compiled.beside else ""
 
 
 def bundle_reason(compiled: Compiled, unit: Unit) -> str:

@@ -2,6 +2,7 @@
 
 from tide.compiler.schedule.all_gather import all_gather_program
 from tide.compiler.schedule.areas import areas_of, arena_chunk, slot_areas
+from tide.compiler.schedule.bundle import bundle_of
 from tide.compiler.schedule.chunks import chunk_elements
 from tide.compiler.schedule.reduce_scatter import reduce_scatter_program
 from tide.compiler.schedule.unit import UnitContext
@@ -11,6 +12,7 @@ __all__ = [
     "all_gather_program",
     "areas_of",
     "arena_chunk",
+    "bundle_of",
     "chunk_elements",
     "reduce_scatter_program",
     "slot_areas",

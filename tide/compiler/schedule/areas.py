@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.options import MIB, PlanOptions
-from tide.compiler.place import SEGMENT_ALIGNMENT, ReceiveLayout, align
+from tide.compiler.place import SEGMENT_ALIGNMENT, align
+from tide.compiler.schedule.bundle import GradientBundle, bundle_of
 from tide.compiler.schedule.chunks import (
     CHUNK_ALIGNMENT,
     Segment,
@@ -67,6 +68,12 @@ class Areas:
         Size of a partial sum.
     receive, partial, wire : int
         Where the pieces, the partial sums and those of other nodes begin.
+    staged : int
+        Where packed small gradients begin.
+    staged_size : int
+        Bytes of the slot for them; 0 in the arena, which has an area of its own.
+    bundled : tuple of int
+        Parameters whose gradients are packed; their segments come first.
     size : int
         Bytes of the slot that are used; 0 in the arena.
     """
@@ -84,11 +91,15 @@ class Areas:
     receive: int = 0
     partial: int = 0
     wire: int = 0
+    staged: int = 0
+    staged_size: int = 0
+    bundled: tuple[int, ...] = ()
     size: int = 0
 
     def chunks(self, unit: Unit, owner: int, subset: tuple[int, ...]) -> tuple[tuple[Segment, ...], ...]:
         """Chunks of the output of ``owner`` for the parameters in ``subset``."""
-        return cut(owner_shape(unit, owner, subset), self.capacity, self.width, self.fall)
+        order = in_order(subset, self.bundled)
+        return cut(owner_shape(unit, owner, order), self.capacity, self.width, self.fall, self.bundled)
 
 
 def areas_of(context: UnitContext, subset: tuple[int, ...]) -> Areas:
@@ -106,9 +117,14 @@ def areas_of(context: UnitContext, subset: tuple[int, ...]) -> Areas:
         found = None
         if context.slot_bytes:
             found = slot_areas(context.unit, context.slot_bytes, context.team, context.options, subset)
-        context.memo[key] = found or _arena_areas(context.unit, context.receive, context.options)
+        context.memo[key] = found or _arena_areas(context, subset)
     areas: Areas = context.memo[key]
     return areas
+
+
+def in_order(subset: tuple[int, ...], bundled: tuple[int, ...]) -> tuple[int, ...]:
+    """Parameters in the order of their segments: those that are packed stand together, at the start."""
+    return (*bundled, *(index for index in subset if index not in bundled))
 
 
 def arena_chunk(unit: Unit, options: PlanOptions, spare: bool) -> int:
@@ -122,8 +138,9 @@ def arena_chunk(unit: Unit, options: PlanOptions, spare: bool) -> int:
     return min(elements, max(aligned(SPARE_PIECE // widest(unit.parameters)), CHUNK_ALIGNMENT))
 
 
-def _arena_areas(unit: Unit, receive: ReceiveLayout, options: PlanOptions) -> Areas:
+def _arena_areas(context: UnitContext, subset: tuple[int, ...]) -> Areas:
     """The arena's areas; gradients of a wider type than those they were laid out for fill a piece sooner."""
+    unit, receive, options = context.unit, context.receive, context.options
     width, wire_width = widest(unit.parameters), itemsize(options.wire_dtype)
     capacity = CHUNK_ALIGNMENT  # nothing to reduce: a program without steps
     if width:
@@ -133,26 +150,37 @@ def _arena_areas(unit: Unit, receive: ReceiveLayout, options: PlanOptions) -> Ar
         capacity = chunk_elements(unit, options)
         if capacity > fits:
             capacity = fits - fits % CHUNK_ALIGNMENT if fits > CHUNK_ALIGNMENT else max(fits, 1)
+    bundle = bundle_of(unit, context.team, options, subset)
     return Areas(
-        False, True, capacity, 0, receive.depth, receive.peers, receive.piece, width, wire_width, receive.chunk
+        in_slot=False,
+        ring=True,
+        capacity=capacity,
+        fall=0,
+        depth=receive.depth,
+        peers=receive.peers,
+        piece=receive.piece,
+        width=width,
+        wire_width=wire_width,
+        chunk=receive.chunk,
+        bundled=bundle.members if bundle.nbytes <= receive.staged_size else (),
     )
 
 
 def slot_areas(unit: Unit, slot_bytes: int, team: Team, options: PlanOptions, subset: tuple[int, ...]) -> Areas | None:
     """Areas within a slot of ``slot_bytes``, or None where not even one ring position fits."""
-    width = widest(unit.parameters)
-    if not width:
+    if not widest(unit.parameters):
         return None
     wanted = chunk_elements(unit, options)
     fall = fall_of(team.per_node) if team.nodes == 1 and options.chunk_bytes is None else 0
+    bundle = bundle_of(unit, team, options, subset)
     # Smaller chunks leave more room beside the pieces, but a ring is better than many steps.
     for smaller in range(1 if team.nodes == 1 else 4):
-        placed = _placed(unit, team, options, subset, aligned(wanted >> smaller) or CHUNK_ALIGNMENT, fall)
+        placed = _placed(unit, team, options, subset, max(aligned(wanted >> smaller), CHUNK_ALIGNMENT), fall, bundle)
         if placed.size <= slot_bytes:
             return placed
     capacity = wanted
     while True:
-        ring = _ring(team, options, width, capacity, slot_bytes)
+        ring = _ring(unit, team, options, capacity, slot_bytes, bundle)
         if ring.depth >= options.receive_depth or (capacity == CHUNK_ALIGNMENT and ring.depth):
             return ring
         if capacity == CHUNK_ALIGNMENT:
@@ -160,61 +188,78 @@ def slot_areas(unit: Unit, slot_bytes: int, team: Team, options: PlanOptions, su
         capacity = aligned(capacity // 2)
 
 
-def _placed(unit: Unit, team: Team, options: PlanOptions, subset: tuple[int, ...], capacity: int, fall: int) -> Areas:
+def _placed(
+    unit: Unit,
+    team: Team,
+    options: PlanOptions,
+    subset: tuple[int, ...],
+    capacity: int,
+    fall: int,
+    bundle: GradientBundle,
+) -> Areas:
     """A place for each piece and each partial sum, and a ring for what comes from other nodes."""
     peers, width, wire_width = team.per_node - 1, widest(unit.parameters), itemsize(options.wire_dtype)
-    extents = [[extent(chunk) for chunk in cut(shape, capacity, width, fall)] for shape in shapes(unit, subset)]
+    outputs = shapes(unit, in_order(subset, bundle.members))
+    extents = [[extent(chunk) for chunk in cut(shape, capacity, width, fall, bundle.members)] for shape in outputs]
     output = max((sum(row) for row in extents), default=0)
     largest = max((size for row in extents for size in row), default=0)
-    chunk = partials = gap = 0
+    chunk = gap = 0
     if team.nodes > 1:
         chunk = align(largest * wire_width, SEGMENT_ALIGNMENT)
-        partials = options.receive_depth * chunk
         # Elements of partial sums before turn t never exceed those of pieces, so their lead over the pieces' places
         # grows only where they are the larger ones.
         lead = wire_width - peers * width
         gap = largest * (wire_width if lead <= 0 else peers * width) + max(lead, 0) * (team.nodes - 1) * output
         gap = align(gap, SEGMENT_ALIGNMENT)
-    receive = partials + gap
+    staged = options.receive_depth * chunk
+    partial = staged + align(bundle.nbytes, SEGMENT_ALIGNMENT)
+    receive = partial + gap
     return Areas(
-        True,
-        False,
-        capacity,
-        fall,
-        options.receive_depth,
-        peers,
-        0,
-        width,
-        wire_width,
-        chunk,
-        receive,
-        partials,
-        0,
-        receive + peers * width * team.nodes * output,
+        in_slot=True,
+        ring=False,
+        capacity=capacity,
+        fall=fall,
+        depth=options.receive_depth,
+        peers=peers,
+        piece=0,
+        width=width,
+        wire_width=wire_width,
+        chunk=chunk,
+        receive=receive,
+        partial=partial,
+        wire=0,
+        staged=staged,
+        staged_size=bundle.nbytes,
+        bundled=bundle.members,
+        size=receive + peers * width * team.nodes * output,
     )
 
 
-def _ring(team: Team, options: PlanOptions, width: int, capacity: int, slot_bytes: int) -> Areas:
+def _ring(
+    unit: Unit, team: Team, options: PlanOptions, capacity: int, slot_bytes: int, bundle: GradientBundle
+) -> Areas:
     """A ring with as many positions as a slot holds; none, if its depth is 0."""
-    peers, wire_width = team.per_node - 1, itemsize(options.wire_dtype)
+    peers, width, wire_width = team.per_node - 1, widest(unit.parameters), itemsize(options.wire_dtype)
     piece = align(capacity * width, SEGMENT_ALIGNMENT)
     chunk = align(capacity * wire_width, SEGMENT_ALIGNMENT) if team.nodes > 1 else 0
     position = peers * piece + 2 * chunk
-    depth = min(slot_bytes // position, DEEPEST) if position else DEEPEST
-    partial, wire = depth * peers * piece, depth * (peers * piece + chunk)
+    room = max(slot_bytes - align(bundle.nbytes, SEGMENT_ALIGNMENT), 0)
+    depth = min(room // position, DEEPEST) if position else DEEPEST
     return Areas(
-        True,
-        True,
-        capacity,
-        0,
-        depth,
-        peers,
-        piece,
-        width,
-        wire_width,
-        chunk,
-        0,
-        partial,
-        wire,
-        depth * position,
+        in_slot=True,
+        ring=True,
+        capacity=capacity,
+        fall=0,
+        depth=depth,
+        peers=peers,
+        piece=piece,
+        width=width,
+        wire_width=wire_width,
+        chunk=chunk,
+        partial=depth * peers * piece,
+        wire=depth * (peers * piece + chunk),
+        staged=depth * position,
+        staged_size=bundle.nbytes,
+        bundled=bundle.members,
+        size=depth * position + bundle.nbytes,
     )

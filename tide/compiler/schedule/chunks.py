@@ -15,6 +15,8 @@ from tide.compiler.shard import shard
 
 #: Elements to which segments of a chunk are aligned, so that 16-byte accesses stay aligned.
 CHUNK_ALIGNMENT = 64
+#: The same for segments of gradients that travel packed, which are too small for more to matter.
+PACKED_ALIGNMENT = 8
 #: Where there is no ring, each chunk is a part of the one before it, down to so many bytes, in so many chunks.
 SMALLEST, MOST = 4 * MIB, 4
 
@@ -37,6 +39,11 @@ class Segment(NamedTuple):
 def aligned(elements: int) -> int:
     """Elements of a segment's place."""
     return -(-elements // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+
+
+def packed_elements(elements: int) -> int:
+    """Elements of the place of a segment that travels packed."""
+    return -(-elements // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
 
 
 def extent(chunk: tuple[Segment, ...]) -> int:
@@ -107,11 +114,16 @@ def falling_limits(elements: int, width: int, fall: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def cut(
-    shape: tuple[tuple[int, int, int], ...], capacity: int, width: int = 0, fall: int = 0
+    shape: tuple[tuple[int, int, int], ...],
+    capacity: int,
+    width: int = 0,
+    fall: int = 0,
+    packed: tuple[int, ...] = (),
 ) -> tuple[tuple[Segment, ...], ...]:
     """Cuts an owner's output, given as ``(parameter index, runs, elements per run)`` each, into chunks.
 
     With ``fall``, chunks get smaller from the first to the last; ``width`` is the size of the widest element.
+    Parameters in ``packed`` stand first, with no room between them where they are even.
     """
     chunks: list[tuple[Segment, ...]] = []
     chunk: list[Segment] = []
@@ -131,9 +143,12 @@ def cut(
     def add(index: int, first: int, runs: int, start: int, count: int) -> None:
         nonlocal room
         chunk.append(Segment(index, first, runs, start, count, limit - room))
-        room -= min(aligned(runs * count), room)
+        elements = runs * count
+        room -= min(packed_elements(elements) if index in packed else aligned(elements), room)
 
     for index, runs, count in shape:
+        if index not in packed:
+            room -= min((room - limit) % CHUNK_ALIGNMENT, room)
         if count <= limits[-1]:  # whole runs
             run = 0
             while run < runs:

@@ -6,7 +6,7 @@ reducer is the owner. Across nodes the reducer is the rank of this node on the o
 begin the running sums of its own output, the others it puts to their owners (phase 2), who fold them in, node by
 node::
 
-    stream rs.push   CREDIT? push ─▶ PUSHED!             … for every chunk of every reducer of the node
+    stream rs.push   (pack) CREDIT? push ─▶ PUSHED!             … for every chunk of every reducer of the node
     stream rs.sum    CREDIT! PUSHED? sum ─▶ SUMMED! or BEGUN!
     stream rs.wire   SUMMED? WIRE_CREDIT? put            (─▶ SENT!)
     stream rs.fold   WIRE_CREDIT! BEGUN? PARTIAL? running += partial
@@ -26,18 +26,20 @@ the last ``receive_depth`` chunks. Either way memory does not grow with the numb
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
 
 from tide.compiler.dtypes import itemsize
 from tide.compiler.schedule.areas import areas_of
-from tide.compiler.schedule.chunks import Segment, extent
+from tide.compiler.schedule.chunks import Segment, extent, packed_elements
 from tide.compiler.schedule.unit import UnitContext
 from tide.compiler.steps import (
     Accumulate,
     Buffer,
+    Cast,
     Copy,
     Lane,
+    Place,
     Program,
     Put,
     Region,
@@ -96,6 +98,7 @@ class _Builder:
         self.row = self.team.grid[self.node]
         self.peers = [self.row[(self.local + j) % self.team.per_node] for j in range(1, self.team.per_node)]
         self.crosses = self.team.nodes > 1
+        self.staged: dict[tuple[int, int], int] = {}  # by owner and chunk
         self.memo: dict[Any, Any] = context.memo.setdefault(("reduce_scatter", subset), {})
 
     def build(self) -> Program:
@@ -202,6 +205,8 @@ class _Builder:
     def push(self) -> list[Step]:
         """Pushes this rank's pieces to the reducers of its node, all reducers in turn."""
         steps: list[Step] = []
+        if casts := self.casts():
+            steps.append(Place(casts))
         queues = []
         for peer in self.peers:
             local = self.team.seat(peer)[1]
@@ -212,26 +217,56 @@ class _Builder:
                 if number >= len(queue):
                     continue
                 turn = queue[number]
-                key = (turn.owner, turn.number, turn.pieces)
+                staged = self.staged.get((turn.owner, turn.number), -1)
+                key = (turn.owner, turn.number, turn.pieces, staged)
                 transfers = memo.get(key)
                 if transfers is None:
-                    transfers = memo[key] = self.pieces(turn, peer)
+                    transfers = memo[key] = self.pieces(turn, peer, staged)
                 if self.areas.ring or number == 0:
                     steps.append(credit)
                 steps += (Copy(peer, False, transfers), pushed)
         return steps
 
-    def pieces(self, turn: Turn, reducer: int) -> tuple[Transfer, ...]:
-        """A chunk's pieces, from the gradient to a reducer of this node."""
-        return tuple(
-            Transfer(
-                self.grad(segment, turn.owner),
-                self.piece(segment, turn, self.position, reducer),
-                segment.runs,
-                segment.count * itemsize(self.dtype(segment)),
-            )
-            for segment in turn.chunk
-        )
+    def casts(self) -> tuple[Cast, ...]:
+        """Packs this rank's small gradients, reducer by reducer, and notes where those of each chunk begin."""
+        casts: list[Cast] = []
+        width, cursor = self.areas.width, self.areas.staged
+        for peer in self.peers if self.areas.bundled else ():
+            for turn in self.work(self.team.seat(peer)[1]):
+                packed = self.packed(turn)
+                if not packed:
+                    continue
+                self.staged[turn.owner, turn.number] = start = cursor
+                for segment in packed:
+                    pitch = segment.count * width if segment.runs > 1 else 0
+                    dst = Region(Buffer.STAGED, 0, start + (segment.at - packed[0].at) * width, pitch)
+                    dtype = self.dtype(segment)
+                    casts.append(Cast(self.grad(segment, turn.owner), dst, segment.runs, segment.count, dtype, dtype))
+                    cursor = start + (segment.at - packed[0].at + packed_elements(segment.runs * segment.count)) * width
+        return tuple(casts)
+
+    def packed(self, turn: Turn) -> list[Segment]:
+        """Segments of a chunk that travel packed: where the chunk begins with several."""
+        found = list(takewhile(lambda segment: segment.index in self.areas.bundled, turn.chunk))
+        return found if len(found) > 1 else []
+
+    def pieces(self, turn: Turn, reducer: int, staged: int) -> tuple[Transfer, ...]:
+        """A chunk's pieces, from the gradient, or from where they are packed, to a reducer of this node."""
+        transfers: list[Transfer] = []
+        packed = self.packed(turn) if staged >= 0 else []
+        for segment in packed:
+            place = self.piece(segment, turn, self.position, reducer)._replace(pitch=0)
+            length = segment.runs * segment.count * self.areas.width
+            last = transfers[-1] if transfers else None
+            if last is not None and last.dst.offset + last.length == place.offset:
+                transfers[-1] = last._replace(length=last.length + length)
+                continue
+            src = Region(Buffer.STAGED, 0, staged + (segment.at - packed[0].at) * self.areas.width)
+            transfers.append(Transfer(src, place, 1, length))
+        for segment in turn.chunk[len(packed) :]:
+            src, dst = self.grad(segment, turn.owner), self.piece(segment, turn, self.position, reducer)
+            transfers.append(Transfer(src, dst, segment.runs, segment.count * itemsize(self.dtype(segment))))
+        return tuple(transfers)
 
     def sum(self) -> Stream:
         """Sums the node's pieces, rank by rank; in a ring, hands the positions out again."""

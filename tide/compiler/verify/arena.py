@@ -97,6 +97,7 @@ def _areas(compiled: Compiled) -> Iterator[tuple[str, int, int]]:
     yield "receive area", receive.receive, receive.receive_size
     yield "partial area", receive.partial, receive.wire_size
     yield "wire area", receive.wire, receive.wire_size
+    yield "area of packed gradients", receive.staged, receive.staged_size
     lanes = len(arena.slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
     yield "signal words", arena.signals, lanes * arena.world_size * SIGNAL_BYTES
 

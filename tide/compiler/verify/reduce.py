@@ -27,10 +27,10 @@ from tide.compiler.verify.tables import (
     GRAD,
     MULTICAST,
     PARTIAL,
-    PLACE,
     PUT,
     RECEIVE,
     SIZES,
+    STAGED,
     WIRE,
     Access,
     Bools,
@@ -78,7 +78,7 @@ class ReduceProof:
     def run(self) -> int:
         """Proves; returns the bytes of gradients and partial sums that are moved."""
         scene, tables = self.scene, self.tables
-        if len(wrong := tables.of_kind(PLACE, MULTICAST)):
+        if len(wrong := tables.of_kind(MULTICAST)):
             scene.fail("has no use in a reduce-scatter", step=tables.describe(int(wrong[0])))
         check_routes(scene, tables)
         check_areas(scene, self.areas, bool(tables.in_slot))
@@ -94,8 +94,9 @@ class ReduceProof:
     def _node_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
         """Proves what happens within some nodes, and notes what their puts carry; returns bytes pushed."""
         block = block & self.tables.loaded
-        self.c = ReduceColumns(self.scene, self.tables, block)
+        self.c = ReduceColumns(self.scene, self.tables, block, self._staged())
         self._check_use()
+        self._check_packing()
         self._check_release()
         receive, pushed = self._ring(RECEIVE, self.subjects & block)
         self._check_node_sums(pushed)
@@ -112,7 +113,7 @@ class ReduceProof:
 
     def _rail_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
         """Proves what happens on some rails; returns bytes put."""
-        self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, copies=False)
+        self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, self._staged(), copies=False)
         wire, arrived = self._ring(WIRE, self.owners & block)
         self._finish(wire)
         rows = np.flatnonzero((block & self.tables.loaded)[puts.source])  # the puts of this block, in their order
@@ -120,6 +121,19 @@ class ReduceProof:
         m = self.c.moves
         sent = np.flatnonzero(self.owners[m.target])
         return int((m.moves.runs[sent] * m.moves.dst_length[sent]).sum())
+
+    def _staged(self) -> tuple[int, int]:
+        """First byte and end of the area of packed gradients."""
+        areas = self.areas
+        size = areas.staged_size if areas.in_slot else self.scene.context.receive.staged_size
+        return areas.staged, areas.staged + size
+
+    def _check_packing(self) -> None:
+        """Packing is ordered from one collective to the next: by one stream, the same in all."""
+        streams = np.unique(self.tables.queue_stream[self.tables.queue[self.c.casts.step]])
+        names = {self.tables.streams[int(number)] for number in streams}
+        if names and not self.areas.in_slot:
+            self.streams.setdefault(STAGED, set()).update(names)
 
     def _finish(self, ring: Rings) -> None:
         ring.check_across()
@@ -146,6 +160,8 @@ class ReduceProof:
                 step=tables.describe(int(self.c.moves.step[row])),
             )
         self._check_gradients(m.src[push], m.runs[push], m.src_length[push], self.c.moves.step[push])
+        casts = self.c.casts.moves
+        self._check_gradients(casts.src, casts.runs, casts.src_length, self.c.casts.step)
         from_grad = self.c.src.buffer == GRAD
         of = self.c.src_of[from_grad]
         length = self.c.count[of] * SIZES[self.c.src_dtype[of]]
@@ -174,6 +190,7 @@ class ReduceProof:
         tables = self.tables
         reading = np.concatenate(
             (
+                self.c.casts.step,
                 self.c.moves.step[self.c.moves.moves.src.buffer == GRAD],
                 self.c.row_step[self.c.src_of[self.c.src.buffer == GRAD]],
             )

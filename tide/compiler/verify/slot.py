@@ -35,7 +35,7 @@ def check_areas(scene: Scene, areas: Areas, in_slot: bool) -> None:
             position=0,
             span=(0, areas.size),
         )
-    spans = [(areas.wire, areas.wire + areas.depth * areas.chunk)]
+    spans = [(areas.wire, areas.wire + areas.depth * areas.chunk), (areas.staged, areas.staged + areas.staged_size)]
     if areas.ring:
         spans.append((areas.receive, areas.receive + areas.depth * areas.peers * areas.piece))
         spans.append((areas.partial, areas.partial + areas.depth * areas.chunk))
@@ -62,13 +62,17 @@ def check_overlay(scene: Scene, areas: Areas, receive: Rings, partial: Rings) ->
     receive, partial : Rings
         Accesses that have been matched.
     """
-    wire = areas.wire, areas.wire + areas.depth * areas.chunk
+    others = (
+        ("the wire area", areas.wire, areas.wire + areas.depth * areas.chunk),
+        ("packed gradients", areas.staged, areas.staged + areas.staged_size),
+    )
     for ring in (receive, partial):
         for access in (ring.writes, ring.reads):
             start, end = _span(access)
             wrong = (start < 0) | (end > scene.context.slot_bytes)
             ring.refuse(access, wrong, f"is out of bounds: the slot has {scene.context.slot_bytes} bytes")
-            ring.refuse(access, (start < wire[1]) & (end > wire[0]), "lies in the wire area of the slot")
+            for name, first, stop in others:
+                ring.refuse(access, (start < stop) & (end > first), f"lies where the slot has {name}")
     if not len(partial.writes.step) or not len(receive.reads.step):
         return
     tables = partial.tables

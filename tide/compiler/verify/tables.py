@@ -38,9 +38,9 @@ PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE = range(7)
 KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate")
 
 BUFFERS = tuple(Buffer)
-SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, RUNNING, OUT = range(8)
+SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, RUNNING, OUT, STAGED = range(9)
 _BUFFER = {id(buffer): code for code, buffer in enumerate(BUFFERS)}  # by identity: hashing an Enum is slow
-assert [b.value for b in BUFFERS] == ["shard", "storage", "grad", "receive", "partial", "wire", "running", "out"]
+assert " ".join(b.value for b in BUFFERS) == "shard storage grad receive partial wire running out staged"
 
 DTYPES = tuple(ITEMSIZE)
 DTYPE = {name: code for code, name in enumerate(DTYPES)}
@@ -322,7 +322,7 @@ class Tables:
             (True, s.base[s.based], np.flatnonzero(s.based)),
             (True, s.srcs, sources),
         ):
-            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE))
+            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE, STAGED))
             limit = np.where(in_arena, 1, len(self.scene.parameters))
             bad = np.flatnonzero((region.index < 0) | (region.index >= limit))
             if not len(bad):

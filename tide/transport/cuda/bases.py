@@ -90,7 +90,12 @@ class Bases:
         if buffer is Buffer.STORAGE or self.in_slot:
             return self.layout.slots[self.slot].offset
         areas = self.layout.receive
-        return {Buffer.RECEIVE: areas.receive, Buffer.PARTIAL: areas.partial, Buffer.WIRE: areas.wire}[buffer]
+        return {
+            Buffer.RECEIVE: areas.receive,
+            Buffer.PARTIAL: areas.partial,
+            Buffer.WIRE: areas.wire,
+            Buffer.STAGED: areas.staged,
+        }[buffer]
 
     def addresses(self) -> Int64s:
         """Address of every base; 0 for tensors, which a call fills in."""

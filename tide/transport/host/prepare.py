@@ -183,6 +183,7 @@ class Preparer:
             Buffer.RECEIVE: in_slot if program.in_slot else (areas.receive, areas.receive_size),
             Buffer.PARTIAL: in_slot if program.in_slot else (areas.partial, areas.wire_size),
             Buffer.WIRE: in_slot if program.in_slot else (areas.wire, areas.wire_size),
+            Buffer.STAGED: in_slot if program.in_slot else (areas.staged, areas.staged_size),
         }
 
     def prepare(self) -> Prepared:

@@ -35,7 +35,7 @@ UNWRITTEN = 0
 MARKS = 255
 
 #: Areas whose bytes are written once and read once, again and again.
-RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE})
+RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.STAGED})
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -174,6 +174,8 @@ class Memory:
         areas = self.compiled.arena.receive
         if buffer is Buffer.STORAGE or call.in_slot:
             return self.compiled.arena.slots[call.slot].offset, self.compiled.layouts[call.unit.name].size
+        if buffer is Buffer.STAGED:
+            return areas.staged, areas.staged_size
         if buffer is Buffer.RECEIVE:
             return areas.receive, areas.receive_size
         return (areas.partial if buffer is Buffer.PARTIAL else areas.wire), areas.wire_size
