@@ -35,6 +35,10 @@ from tide.transport.cuda.words import reached
 Run = Callable[[], bool]
 
 
+#: Addresses from here on are multicast addresses.
+MULTICAST = 1 << 60
+
+
 def word_at(address: int) -> int:
     """The 32-bit word at an address."""
     return ctypes.c_uint32.from_address(address).value
@@ -60,8 +64,16 @@ class Machine:
         self.handles = itertools.count(1)
         self.current = 0
         self.operations = 0
+        #: Where each rank's multicast address leads: arenas of all ranks of its node.
+        self.reached: dict[int, list[int]] = {}
         #: Streams that go on only when no other can.
         self.last: set[int] = set()
+
+    def behind(self, rank: int, address: int) -> list[int]:
+        """Addresses that an address of ``rank`` stands for: several behind a multicast address."""
+        if address < MULTICAST:
+            return [address]
+        return [arena + address - MULTICAST for arena in self.reached[rank]]
 
     def put(self, rank: int, stream: int, run: Run) -> int:
         """Issues an operation."""
@@ -169,9 +181,14 @@ class FakeDriver:
     # Copies
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> int:
         self.calls.append("copy")
-        return self.machine.put(self.rank, stream, lambda: _move(dst, src, nbytes))
+        return self.machine.put(self.rank, stream, lambda: self._write(dst, src, nbytes))
 
     upload = download = copy
+
+    def _write(self, dst: int, src: int, nbytes: int) -> bool:
+        for target in self.machine.behind(self.rank, dst):
+            ctypes.memmove(target, src, nbytes)
+        return True
 
     def _copy_batch(self, dsts: int, srcs: int, sizes: int, count: int, stream: int) -> int:
         self.calls.append("batch of copies")
@@ -180,7 +197,7 @@ class FakeDriver:
 
         def run() -> bool:
             for job in self.machine.random.sample(jobs, len(jobs)):
-                _move(*job)
+                self._write(*job)
             return True
 
         return self.machine.put(self.rank, stream, run)
@@ -192,7 +209,7 @@ class FakeDriver:
 
         def run() -> bool:
             for row in range(height):
-                _move(dst + row * dst_pitch, src + row * src_pitch, width)
+                self._write(dst + row * dst_pitch, src + row * src_pitch, width)
             return True
 
         return self.machine.put(self.rank, stream, run)
@@ -222,11 +239,6 @@ class FakeDriver:
 
     def close(self) -> None:
         pass
-
-
-def _move(dst: int, src: int, nbytes: int) -> bool:
-    ctypes.memmove(dst, src, nbytes)
-    return True
 
 
 def _store(address: int, value: int) -> bool:
@@ -353,7 +365,9 @@ class Cluster:
         self.sessions = []
         for rank in range(world):
             driver = FakeDriver(machine, rank, batches)
-            arena = Arena("fake", addresses, self.memory, lambda: None)
+            node = [r for r in range(world) if compiled.topology.node_of(r) == compiled.topology.node_of(rank)]
+            machine.reached[rank] = [addresses[r] for r in node]
+            arena = Arena("fake", addresses, self.memory, lambda: None, multicast=MULTICAST)
             transport = CudaTransport(
                 compiled, rank, arena, driver, torch.device("cpu"), settings or Settings(4, 4), timeout
             )

@@ -33,7 +33,8 @@ from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, val
 
 P = Parameter
 TIGHT = PlanOptions(slots=2, chunk_bytes=512, put_bytes=4096, bundle_bytes=64, min_run_bytes=16, piece_bytes=512)
-routes = pytest.mark.parametrize("route", ROUTES)
+#: The routes of an all-gather; "multicast" pushes once, to the fake machine's multicast address.
+routes = pytest.mark.parametrize("route", [*ROUTES, "multicast"])
 
 
 def block(name: str, **kinds: str | None) -> tuple[Parameter, ...]:
@@ -64,7 +65,7 @@ def compiled_for(
     route: str = PlanOptions().route,
 ) -> Compiled:
     mesh = Mesh((tuple(range(topology.world_size)),))
-    options = replace(options, route=route)
+    options = replace(options, multicast="on") if route == "multicast" else replace(options, route=route)
     return compile_spec(ModelSpec(tuple(Unit(name, UNITS[name], mesh) for name in names), "test"), topology, options)
 
 

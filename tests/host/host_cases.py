@@ -129,6 +129,7 @@ CASES = {
     "dims, unbundled": Case((DIMS,), PlanOptions(bundle_bytes=0, min_run_bytes=0, chunk_bytes=1024, put_bytes=4096)),
     "mixed": Case((MIXED,)),
     "mixed, tight": Case((MIXED,), PlanOptions(receive_depth=2, **TIGHT)),
+    "dense, multicast": Case((block("dense.0"), UNEVEN), PlanOptions(slots=1, multicast="on", **TIGHT)),
     "frozen": Case((FROZEN, block("dense", grad_dtype=None), UNEVEN), PlanOptions(slots=2)),
     "slots": Case((block("dense.0"), DIMS, block("dense.2")), PlanOptions(slots=1, slot_reuse=True)),
     "slots, tight": Case((block("dense.0"), EXPERTS), PlanOptions(slots=2, slot_reuse=True, **TIGHT)),

@@ -19,6 +19,7 @@ from kernels_support import (
 )
 
 from tide.errors import CapabilityError, InputError
+from tide.multicast import OFF
 
 # NumPy's, inside of the interpreter: infinities and NaN are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -299,7 +300,7 @@ def test_switch_reduce(backend: Backend, monkeypatch):
 
     from tide.kernels.reference import switch_reduce_reference
 
-    for name in backend.switch_reduce._OFF:
+    for name in OFF:
         monkeypatch.delenv(name, raising=False)
     partials = torch.randn(3, 4096)
     multicast = 1 << 44  # nothing is mapped there
@@ -330,7 +331,7 @@ def test_switch_reduce(backend: Backend, monkeypatch):
     [("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")],
 )
 def test_switch_reduce_refuses_without_multicast(backend: Backend, variable, value, monkeypatch):
-    for name in backend.switch_reduce._OFF:
+    for name in OFF:
         monkeypatch.delenv(name, raising=False)
     table = backend.switch_reduce.SwitchReduceTable([], tuning=small(backend))
     table.launch()

@@ -150,7 +150,7 @@ def plans(draw: st.DrawFn) -> Compiled:
                 stays_whole=draw(st.sampled_from((False, False, True))),
             )
         )
-    route = draw(st.sampled_from(ROUTES))
+    route, multicast = draw(st.sampled_from((*((route, "off") for route in ROUTES), ("push", "on"))))
     options = PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 512))),
@@ -160,6 +160,7 @@ def plans(draw: st.DrawFn) -> Compiled:
         route=route,
         slot_reuse=route == "push" and draw(st.booleans()),
         wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
+        multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 512, 4096))),
         chunk_bytes=draw(st.sampled_from((None, 256, 256, 320, 1024))),
         receive_depth=draw(st.sampled_from((1, 2, 3))),

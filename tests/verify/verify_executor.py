@@ -187,7 +187,7 @@ class Execution:
             if isinstance(step, Put):
                 self.counters[step.peer, me, step.lane] += 1
         elif isinstance(step, Multicast):
-            for peer in step.peers:
+            for peer in (*step.peers, me):  # the switch writes to the sender too
                 self._execute(me, number, Copy(peer, False, step.transfers))
         elif isinstance(step, Accumulate):
             for s in step.sums:

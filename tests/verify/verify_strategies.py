@@ -33,7 +33,7 @@ def parameters(draw: st.DrawFn, name: str, largest: int = 12) -> Parameter:
 @st.composite
 def options(draw: st.DrawFn) -> PlanOptions:
     """Small limits, so that small parameters exercise batches, bundles and rings."""
-    route = draw(st.sampled_from(("push", "pull")))
+    route, multicast = draw(st.sampled_from((("push", "off"), ("push", "on"), ("push", "auto"), ("pull", "off"))))
     return PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 64, 512))),
@@ -43,6 +43,7 @@ def options(draw: st.DrawFn) -> PlanOptions:
         route=route,
         slot_reuse=route == "push" and draw(st.booleans()),
         wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
+        multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 4096))),
         chunk_bytes=draw(st.sampled_from((256, 256, 512, None))),
         receive_depth=draw(st.integers(1, 3)),

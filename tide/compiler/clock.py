@@ -3,7 +3,8 @@
 An alpha–beta model; every time is a prediction, see :mod:`tide.compiler.cost`. A step costs a fixed
 latency (alpha) plus its bytes over a rate (beta)::
 
-    Copy, Multicast      copies · copy_latency    + bytes / copy_engine
+    Copy                 copies · copy_latency    + bytes / copy_engine
+    Multicast            switch_latency + copies · copy_latency + ranks of the node · bytes / copy_engine
     Put                  network_latency          + bytes / network
     Place, Accumulate    kernel_latency           + bytes read and written / memory
     SwitchReduce         kernel_latency           + bytes / copy_engine
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
+from tide.compiler.rates import copy_seconds, multicast_seconds
 from tide.compiler.schedule.rails import put_batches, rail_steps
 from tide.compiler.schedule.unit import UnitContext
 from tide.compiler.steps import (
@@ -350,9 +352,12 @@ _KIND: dict[type, str] = {
 
 def _cost(step: Step, links: Links) -> tuple[float, int]:
     """Seconds and bytes of a step that moves data."""
-    if isinstance(step, Copy | Multicast):
+    if isinstance(step, Copy):
         nbytes = sum(transfer.nbytes for transfer in step.transfers)
-        return len(step.transfers) * links.copy_latency + nbytes / links.copy_engine, nbytes
+        return copy_seconds(links, len(step.transfers), nbytes), nbytes
+    if isinstance(step, Multicast):
+        nbytes = sum(transfer.nbytes for transfer in step.transfers)
+        return multicast_seconds(links, len(step.peers) + 1, len(step.transfers), nbytes), nbytes
     if isinstance(step, Put):
         nbytes = sum(transfer.nbytes for transfer in step.transfers)
         return links.network_latency + nbytes / links.network, nbytes

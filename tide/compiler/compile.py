@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
@@ -86,9 +86,17 @@ class Compiled:
         key = (found.mesh, group[0])
         if key not in self._teams:
             self._teams[key] = team_of(group, self.topology)
-        layout = self.layouts[unit]
-        slot_bytes = layout.size if self.options.slot_reuse and in_slot else 0
-        return UnitContext(found, layout, self._teams[key], self.arena.receive, self.options, slot_bytes)
+        layout, team = self.layouts[unit], self._teams[key]
+        return UnitContext(
+            found,
+            layout,
+            team,
+            self.arena.receive,
+            self.options,
+            self.topology.links,
+            fills_nodes=team.per_node == self.topology.gpus_per_node > 1,
+            slot_bytes=layout.size if self.options.slot_reuse and in_slot else 0,
+        )
 
     def program(
         self,
@@ -257,4 +265,6 @@ def digest(spec: ModelSpec, topology: Topology, options: PlanOptions) -> str:
         "topology": [topology.nodes, topology.gpus_per_node],
         "options": options.to_dict(),
     }
+    if options.multicast == "auto":  # the cost model then decides on programs
+        content["links"] = asdict(topology.links)
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

@@ -9,6 +9,8 @@ from tide.errors import InputError
 MIB = 1 << 20
 ROUTES = ("push", "pull")
 WIRE_DTYPES = ("float32", "bfloat16")
+#: Values of the options that concern the switch.
+SWITCH = ("off", "on", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class PlanOptions:
     route : str
         How shards spread within a node: ``"push"`` (each rank writes its shard to its peers as it is placed) or
         ``"pull"`` (each reads its peers' when they are in place). Pushes were measured faster.
+    multicast : str
+        Push route: ``"on"`` lets a rank write each piece once, to the switch, which hands it to all ranks of the node;
+        ``"auto"`` does so where the cost model finds it faster (small units) and the switch can. Units whose group
+        does not fill its nodes are pushed peer by peer all the same: a multicast reaches whole nodes.
     piece_bytes : int
         Push route: the first piece of a shard that leaves while the next one is being placed; each piece is three
         times the one before.
@@ -54,6 +60,7 @@ class PlanOptions:
     min_run_bytes: int = 512
     put_bytes: int = 64 * MIB
     route: str = "push"
+    multicast: str = "off"
     piece_bytes: int = 12 * MIB
     chunk_bytes: int | None = None
     receive_depth: int = 2
@@ -91,6 +98,10 @@ class PlanOptions:
                 "PlanOptions: slot_reuse needs route='push': peers that pull may still read a slot when it has been "
                 "vacated"
             )
+        if self.multicast not in SWITCH:
+            raise InputError(f"PlanOptions: multicast must be one of {', '.join(SWITCH)}, got {self.multicast!r}")
+        if self.multicast == "on" and self.route != "push":
+            raise InputError(f"PlanOptions: multicast='on' needs route='push', got route={self.route!r}")
         if self.alignment & (self.alignment - 1):
             raise InputError(f"PlanOptions: alignment must be a power of two, got {self.alignment}")
 

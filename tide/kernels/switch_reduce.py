@@ -9,8 +9,7 @@ tested against a stand-in. The order in which the switch sums is its own, so res
 :func:`~tide.kernels.reference.switch_reduce_reference` in the last bits.
 """
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +34,10 @@ from tide.kernels.tiles import (
     tile_rows,
     tile_vectors,
 )
+from tide.multicast import require
 
 #: Elements that one vector instruction reads.
 WIDTH = VECTOR_BYTES // 4
-
-#: Variables that turn multicast off, and the values that do.
-_OFF = {
-    "NCCL_NVLS_ENABLE": ("0",),
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("1",),
-    "NVSHMEM_DISABLE_NVLS": ("1",),
-}
 
 # $0…$3 are the sums, $4 the multicast address, $5 whether to read at all: a masked lane's address may lie outside
 # of the multicast range. `relaxed.sys` sees what a peer wrote before the barrier that precedes the launch.
@@ -194,23 +187,6 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
         yield variant_of(mode, tuning or DEFAULT)
 
 
-def require_multicast(environment: Mapping[str, str] | None = None) -> None:
-    """Refuse to go on where the environment turns multicast off.
-
-    Raises
-    ------
-    CapabilityError
-        Names the variable.
-    """
-    environment = os.environ if environment is None else environment
-    for name, values in _OFF.items():
-        if environment.get(name, "").strip() in values:
-            raise CapabilityError(
-                f"switch reduction is off: {name}={environment[name]} turns multicast off. "
-                f"Unset it where the machine has NVSwitch multicast, or use the accumulate route."
-            )
-
-
 class SwitchReduceTable:
     """Blocks that the switch sums, ready to be launched again and again.
 
@@ -240,7 +216,7 @@ class SwitchReduceTable:
         device: torch.device | str | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        require_multicast()
+        require("switch reduction")
         self._tuning = tuning or DEFAULT
         blocks = [
             Block(
@@ -263,7 +239,7 @@ class SwitchReduceTable:
         CapabilityError
             If the environment turns multicast off, or the device is older than sm_90.
         """
-        require_multicast()
+        require("switch reduction")
         device = self._launch.device
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
             raise CapabilityError(

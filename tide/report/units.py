@@ -9,6 +9,7 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.scatter import descriptor_count
+from tide.compiler.schedule.routes import why_no_multicast
 from tide.compiler.shard import shard
 from tide.compiler.steps import Multicast, Place, Program, SwitchReduce
 from tide.topology import Team
@@ -90,15 +91,17 @@ def all_gather_route(compiled: Compiled, unit: Unit, rank: int) -> tuple[str, st
     place = "local shards placed by a kernel"
     if team.size == 1:
         return "place", f"{place}; nothing to gather: one rank holds the unit"
-    engine = "copy engine"
-    inside = compiled.options.route
+    inside, engine = compiled.options.route, "copy engine"
     verb = "pushed to" if inside == "push" else "pulled by"
     reason = f"{verb} the peers by copy engine: {team.per_node} ranks on one node"
     if any(isinstance(step, Multicast) for _, _, step in program.steps()):
         inside, engine = "multicast", "multicast"
-        reason = f"one multicast write a rank: {team.per_node} ranks on one switch"
+        reason = f"written once to the switch, for {team.per_node} ranks of one node"
+    why = why_no_multicast(compiled.context(unit.name, rank)) if compiled.options.multicast != "off" else None
+    if why is not None:
+        reason, engine = f"{reason}; {why}", f"{engine} ({why})"
     if team.nodes == 1:
-        return f"{inside}, {engine}", f"{reason}; {place}"
+        return f"{inside}, {'multicast' if inside == 'multicast' else 'copy engine'}", f"{reason}; {place}"
     steps = (team.nodes - 1).bit_length()
     if team.nodes & (team.nodes - 1) == 0:
         name, rail = "doubling", f"put on rails by recursive doubling, {_plural(steps, 'step')}: {team.nodes} nodes"

@@ -42,6 +42,8 @@ class Arena:
         Ends the mapping; the memory goes when the last tensor over it has gone.
     notes : list of (str, str)
         What was probed, with the answer.
+    multicast : int or None
+        Multicast address of all arenas, where it was asked for.
     """
 
     provider: str
@@ -49,6 +51,7 @@ class Arena:
     owner: object
     close: Callable[[], None]
     notes: list[tuple[str, str]] = field(default_factory=list)
+    multicast: int | None = None
 
 
 class _View:
@@ -82,6 +85,7 @@ def open_arena(
     control: ProcessGroup | None,
     timeout: float,
     only: str | None = None,
+    multicast: bool = False,
 ) -> Arena:
     """Allocates and maps the arena. Collective.
 
@@ -101,6 +105,8 @@ def open_arena(
         Seconds to wait for the others.
     only : str, optional
         Name of the one provider to try.
+    multicast : bool
+        Ask for a multicast address too, which only windows of NCCL have.
 
     Raises
     ------
@@ -111,8 +117,11 @@ def open_arena(
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
         return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None)
     providers: dict[str, tuple[Callable[[], str | None], Callable[[], Arena]]] = {
-        "nccl": (_probe_nccl, lambda: _open_nccl(size, rank, device, control, timeout)),
-        "torch": (lambda: _probe_torch(device), lambda: _open_torch(size, rank, device, group, control, timeout)),
+        "nccl": (_probe_nccl, lambda: _open_nccl(size, rank, device, control, timeout, multicast)),
+        "torch": (
+            lambda: _probe_torch(device, multicast),
+            lambda: _open_torch(size, rank, device, group, control, timeout),
+        ),
     }
     if only is not None and only not in providers:
         raise CapabilityError(f"no arena provider {only!r}; there are {', '.join(providers)}")
@@ -159,7 +168,9 @@ def _first(answers: Sequence[str | None]) -> str | None:
 # torch --------------------------------------------------------------------------------------------
 
 
-def _probe_torch(device: torch.device) -> str | None:
+def _probe_torch(device: torch.device, multicast: bool) -> str | None:
+    if multicast:
+        return "the plan goes through the switch, and TIDE has multicast addresses from windows of NCCL only"
     try:
         from torch.distributed import _symmetric_memory as symmetric
     except ImportError as error:
@@ -209,7 +220,9 @@ def _probe_nccl() -> str | None:
     return nccl.unusable()
 
 
-def _open_nccl(size: int, rank: int, device: torch.device, control: ProcessGroup | None, timeout: float) -> Arena:
+def _open_nccl(
+    size: int, rank: int, device: torch.device, control: ProcessGroup | None, timeout: float, multicast: bool
+) -> Arena:
     from tide.transport.cuda import nccl
 
     library = nccl.load()
@@ -217,5 +230,15 @@ def _open_nccl(size: int, rank: int, device: torch.device, control: ProcessGroup
     identity = exchange(own, control, timeout, "NCCL communicator")[0]
     with torch.cuda.device(device):
         window = nccl.Window(library, size, rank, dist.get_world_size(control), identity)
-    notes = [("NCCL", library.version_text)]
-    return Arena("NCCL window", window.addresses, window.memory, window.close, notes)
+    arena = Arena("NCCL window", window.addresses, window.memory, window.close, [("NCCL", library.version_text)])
+    if multicast:
+        # The call is collective: every rank has its window, or none asks. What follows `open_arena`'s own exchange
+        # uses the address only when all have come back.
+        try:
+            exchange(None, control, timeout, "windows")
+            with torch.cuda.device(device):
+                arena.multicast = window.multicast_address()
+        except BaseException:
+            window.close()
+            raise
+    return arena

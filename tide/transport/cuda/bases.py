@@ -18,6 +18,9 @@ from tide.compiler.place import ArenaLayout
 from tide.compiler.steps import ARENA, Buffer, Region
 from tide.errors import TransportError
 
+#: In place of a rank: the multicast address of all arenas.
+EVERYWHERE = -1
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -58,7 +61,7 @@ class Bases:
         self._addresses: list[int] = []
 
     def locate(self, region: Region, rank: int | None = None) -> Located:
-        """A region of this rank, or of ``rank``.
+        """A region of this rank, or of ``rank``, or of all ranks at once (:data:`EVERYWHERE`).
 
         Raises
         ------

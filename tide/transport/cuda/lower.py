@@ -6,10 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tide.compiler.steps import ARENA, Accumulate, Buffer, Copy, Lane, Place, Program, Put, Signal, Step, Wait
+from tide.compiler.steps import (
+    ARENA,
+    Accumulate,
+    Buffer,
+    Copy,
+    Lane,
+    Multicast,
+    Place,
+    Program,
+    Put,
+    Signal,
+    Step,
+    Wait,
+)
 from tide.errors import CapabilityError, TransportError
 from tide.transport.base import Binding
-from tide.transport.cuda.bases import Bases
+from tide.transport.cuda.bases import EVERYWHERE, Bases
 from tide.transport.cuda.copies import CopyArrays
 from tide.transport.cuda.lowered import Awaited, Lowered
 from tide.transport.cuda.operations import (
@@ -53,7 +66,10 @@ class _Lowering:
         self.program, self.binding, self.device = program, replace(binding, tensors={}), device
         self.driver, self.words = device.driver, device.words
         layout = device.words.arena
-        self.bases = Bases(layout, binding.slot, device.arenas, device.rank, program.in_slot)
+        arenas = dict(device.arenas)
+        if device.multicast is not None:
+            arenas[EVERYWHERE] = device.multicast
+        self.bases = Bases(layout, binding.slot, arenas, device.rank, program.in_slot)
         self.copies = CopyArrays()
         self.sets: dict[str, LaunchSet] = {}
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
@@ -95,17 +111,29 @@ class _Lowering:
         elif isinstance(step, Wait):
             self.wait(name, stream, index, step)
         elif isinstance(step, Copy):
-            self.copy(stream, step.transfers, step.peer, step.pull)
+            self.copy(stream, step.transfers, self.rank_of(step.peer), step.pull)
+        elif isinstance(step, Multicast):
+            for rank in self.reached(step):
+                self.copy(stream, step.transfers, rank, False)
         elif isinstance(step, Put):
-            self.copy(stream, step.transfers, step.peer, False)
+            self.copy(stream, step.transfers, self.rank_of(step.peer), False)
             self.signal(stream, Signal(step.peer, step.lane))
         elif isinstance(step, Place | Accumulate):
             self.launch(name, stream, step)
         else:
+            raise TransportError(f"the CUDA transport has no step {type(step).__name__}")
+
+    def reached(self, step: Multicast) -> list[int]:
+        """Ranks to copy to: all at once by the multicast address, or one by one in its stead."""
+        if self.device.stand_in:
+            return [self.rank_of(peer) for peer in step.peers]
+        if self.device.multicast is None:
             raise CapabilityError(
-                f"{self.program.collective} of unit {self.binding.unit!r}: the plan uses {type(step).__name__}, "
-                "which needs NVLink multicast; compile it without"
+                f"{self.program.collective} of unit {self.binding.unit!r}: the program uses {type(step).__name__}, "
+                "but the transport was opened without a multicast address; compile the plan without multicast, or "
+                "open it with Settings(multicast='standin')"
             )
+        return [EVERYWHERE]
 
     def touches(self, step: Step) -> bool:
         """Whether a step reads or writes memory of the caller."""
@@ -169,8 +197,8 @@ class _Lowering:
                 return
         self.append(fixed_call(self.device, self.driver.stream_wait_event, "event wait", stream, event, 0))
 
-    def copy(self, stream: int, transfers: Sequence[Any], peer: int, pull: bool) -> None:
-        which = self.copies.add(self.bases, transfers, self.rank_of(peer), pull)
+    def copy(self, stream: int, transfers: Sequence[Any], rank: int, pull: bool) -> None:
+        which = self.copies.add(self.bases, transfers, rank, pull)
         self.flush()
         place = len(self.out.operations)
 

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from tide.errors import CapabilityError, TransportError
+from tide.multicast import require
 
 #: Oldest version whose windows and peer pointers TIDE relies on.
 OLDEST = 23100
@@ -41,6 +42,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclCommWindowDeregister": (_P, _P),
     "ncclGetPeerDevicePointer": (_P, _SIZE, _INT, _P),
 }
+#: Asked for only where a plan goes through the switch.
+_MULTICAST_SIGNATURES: dict[str, tuple[Any, ...]] = {"ncclGetLsaMultimemDevicePointer": (_P, _SIZE, _P)}
 
 
 class Library:
@@ -59,7 +62,7 @@ class Library:
         self.version = number.value
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclGetLastError.restype = ctypes.c_char_p
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in {**_SIGNATURES, **_MULTICAST_SIGNATURES}.items():
             if function := getattr(library, name, None):
                 function.argtypes, function.restype = arguments, _INT
 
@@ -68,6 +71,11 @@ class Library:
         """Version as people write it."""
         major, rest = divmod(self.version, 10000)
         return f"{major}.{rest // 100}.{rest % 100}"
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether the library knows multicast addresses."""
+        return all(hasattr(self._library, name) for name in _MULTICAST_SIGNATURES)
 
     def __call__(self, name: str, *arguments: Any) -> None:
         """Calls a function and raises what it says went wrong."""
@@ -197,6 +205,24 @@ class Window:
         self._library("ncclGetPeerDevicePointer", self._window, 0, peer, ctypes.byref(pointer))
         if not pointer.value:
             raise CapabilityError(f"NCCL gives no address of rank {peer}'s memory: it is not on this NVLink node")
+        return pointer.value
+
+    def multicast_address(self) -> int:
+        """Address at which a write reaches every rank's memory, and a ``multimem`` read sums it.
+
+        Collective, as the first call makes the multicast object; nobody may use the address before all ranks have
+        come back.
+
+        Raises
+        ------
+        CapabilityError
+            If the environment forbids multicast (NCCL is not asked then), or NCCL has none.
+        """
+        require("the window's multicast address")
+        pointer = ctypes.c_void_p()
+        self._library("ncclGetLsaMultimemDevicePointer", self._window, 0, ctypes.byref(pointer))
+        if not pointer.value:
+            raise CapabilityError("NCCL gives no multicast address: the ranks' GPUs have no NVSwitch with NVLS")
         return pointer.value
 
     def close(self) -> None:

@@ -51,6 +51,10 @@ class Device:
         Flags of waits on words.
     place, accumulate : Tuning or None
         How the kernels are cut.
+    multicast : int or None
+        Multicast address of all arenas.
+    stand_in : bool
+        Carry out what needs the switch without it.
     """
 
     driver: Any
@@ -65,6 +69,8 @@ class Device:
     wait_flags: int
     place: Tuning
     accumulate: Tuning | None
+    multicast: int | None
+    stand_in: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,21 @@ class Settings:
     signals : str
         ``"write"``: the stream writes the peer's flag word; ``"copy"``: a copy of four bytes does; ``"auto"``:
         by what the driver supports.
+    multicast : str
+        How steps that need the switch are carried out: ``"switch"``, or ``"standin"``, by copies to each peer and by
+        sums over the peers' memory in rank order: the same programs on GPUs without multicast, for tests.
     """
 
     place_ctas: int = PLACE_CTAS
     accumulate_ctas: int = ACCUMULATE_CTAS
     signals: str = "auto"
+    multicast: str = "switch"
 
     def __post_init__(self) -> None:
         if self.signals not in ("auto", "write", "copy"):
             raise InputError(f"signals must be 'auto', 'write' or 'copy', got {self.signals!r}")
+        if self.multicast not in ("switch", "standin"):
+            raise InputError(f"multicast must be 'switch' or 'standin', got {self.multicast!r}")
         for name in ("place_ctas", "accumulate_ctas"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

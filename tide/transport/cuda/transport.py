@@ -30,6 +30,7 @@ from tide.transport.base import Binding, Transport
 from tide.transport.cuda.arena import Arena, open_arena, tensor_at
 from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
+from tide.transport.cuda.multicast import demand, unavailable
 from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
@@ -44,6 +45,16 @@ DEFAULT_TIMEOUT = 120.0
 NO_PEER_WRITES = 13010
 #: Program streams that give and take the same signals as another one have to share its CUDA stream.
 SAME_STREAM = {"claim": "ag.node"}
+
+
+def _why_no_switch(wanted: str, compiled: Compiled, device: torch.device) -> str | None:
+    reason = unavailable(compiled.topology, device)
+    if reason is None:
+        return None
+    return (
+        f"the plan was compiled with {wanted}, but {reason}. Compile it with multicast='off', or open it with "
+        "Settings(multicast='standin') for a test without the switch"
+    )
 
 
 class CudaTransport(Transport):
@@ -105,6 +116,8 @@ class CudaTransport(Transport):
             wait_flags=driver.wait_flags,
             place=Tuning(ctas=settings.place_ctas),
             accumulate=Tuning(ctas=settings.accumulate_ctas),
+            multicast=arena.multicast,
+            stand_in=settings.multicast == "standin",
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
@@ -153,7 +166,8 @@ class CudaTransport(Transport):
         Raises
         ------
         CapabilityError
-            If a rank has no CUDA device or no symmetric memory can be had.
+            If a rank has no CUDA device, no symmetric memory can be had, or the plan goes through the switch and a
+            rank cannot use it (`Settings.multicast`).
         PeerError
             If the ranks hold different plans or settings, or one does not come.
         """
@@ -177,7 +191,10 @@ class CudaTransport(Transport):
             driver = Driver(device.index)
             facts = {**plan_facts(compiled), "settings": settings, "driver": driver.version}
             agree(facts, None, control, timeout)
-            arena = open_arena(size, rank, device, group, control, timeout, provider)
+            wanted = demand(compiled) if settings.multicast == "switch" else None
+            if wanted is not None:  # on every rank, as the plans are equal
+                settle(_why_no_switch(wanted, compiled, device), control, timeout, CapabilityError)
+            arena = open_arena(size, rank, device, group, control, timeout, provider, wanted is not None)
             transport, failure = None, None
             try:
                 start = arena.addresses[rank] + compiled.arena.signals
