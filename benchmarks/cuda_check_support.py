@@ -159,9 +159,10 @@ class Bench:
                     mine[i] = grad
                 piece, node = cut(grad, p.dim, self.world, self.rank).float(), rank // per_node
                 sums[node] = sums[node] + piece if node in sums else piece
-            # Other nodes' sums first, in the order of the rounds, and the own node's last.
-            others = [sums[(own - 1 - j) % self.topology.nodes] for j in range(self.topology.nodes - 1)]
-            total = sums[own] if not others else functools.reduce(torch.add, others) + sums[own]
+            # The own node's sum, then the others' in the order of the rounds.
+            total = functools.reduce(
+                torch.add, [sums[(own - j) % self.topology.nodes] for j in range(self.topology.nodes)]
+            )
             expected[i] = (total / divisor).to(to_torch(p.out_dtype))
         return mine, expected
 

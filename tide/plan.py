@@ -63,7 +63,8 @@ def compile_plan(
     rank : int, optional
         The rank that holds this plan; the process group's, else ``$RANK``, else 0.
     options : PlanOptions, optional
-        Slots, bundling, chunking.
+        Slots, bundling, chunking, routes. With ``multicast="auto"`` or ``switch_reduce="auto"`` and a process group
+        of the topology's size the call is collective: both are off unless every rank's switch can.
 
     Returns
     -------
@@ -89,7 +90,7 @@ def compile_plan(
         topology = Topology.discover(_world_size(spec))
     if options is not None and not isinstance(options, PlanOptions):
         raise InputError(f"options: expected tide.PlanOptions, got {type(options).__name__}")
-    compiled = compile_spec(spec, topology, options)
+    compiled = compile_spec(spec, topology, _settled(options or PlanOptions(), topology))
     rank = _checked(_current_rank() if rank is None else rank, topology)
     verify(compiled, full=False)
     return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None)
@@ -477,6 +478,15 @@ class Plan:
                 "shards={name: local shard}"
             )
         return shards
+
+
+def _settled(options: PlanOptions, topology: Topology) -> PlanOptions:
+    """Asks the ranks of a running job what their switch can do, where the plan depends on it."""
+    if "auto" not in (options.multicast, options.switch_reduce):
+        return options
+    from tide.transport.switch import settled
+
+    return settled(options, topology)
 
 
 def _checked(rank: Any, topology: Topology) -> int:

@@ -34,7 +34,7 @@ class _Known:
     out_dtypes: tuple[torch.dtype | None, ...]
     trainable: list[int]
     gather: Program
-    scatter: Program | None  # of all trainable parameters
+    scatter: Program | None  # of all trainable parameters, in a slot that nobody holds
 
 
 class Session:
@@ -217,6 +217,10 @@ class Session:
     ) -> Ticket:
         """Sums whole gradients over the shard group into this rank's shards.
 
+        Where the plan reuses slots, the unit's slot receives the gradients if nobody holds it (the unit, for one, has
+        been released); what it held is gone then. If it is held, the call goes through the arena's spare areas, in
+        smaller pieces. Either must be so on every rank, as it is where all issue the same calls in the same order.
+
         Parameters
         ----------
         unit : str
@@ -267,9 +271,13 @@ class Session:
                 )
         if not subset:
             return Ticket()
-        program = known.scatter if subset == known.trainable and not other else None
+        vacant = not self.compiled.options.slot_reuse or known.slot not in self._occupant
+        program = known.scatter if vacant and subset == known.trainable and not other else None
         if program is None:
-            program = self.compiled.program(unit, "reduce_scatter", self.rank, subset, other)
+            chosen = None if subset == known.trainable and not other else subset
+            program = self.compiled.program(unit, "reduce_scatter", self.rank, chosen, other, in_slot=vacant)
+        if program.in_slot:
+            self._content.pop(known.slot, None)
         binding = Binding(unit, known.slot, known.group, tensors, scale, divisor)
         return self.transport.run(program, binding)
 

@@ -29,6 +29,10 @@ class Links:
         Fixed cost of one put to another node, seconds.
     kernel_latency : float
         Fixed cost of one kernel, seconds.
+    switch_latency : float
+        What a write or a read through a multicast address costs on top of the others, seconds; an estimate.
+    multicast : bool
+        Whether the switch between a node's GPUs multicasts writes and sums reads.
     """
 
     copy_engine: float = 388e9
@@ -38,20 +42,33 @@ class Links:
     signal_latency: float = 6e-6
     network_latency: float = 12e-6
     kernel_latency: float = 4e-6
+    switch_latency: float = 2e-6
+    multicast: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.multicast, bool):
+            raise InputError(f"Links: multicast must be True or False, got {self.multicast!r}")
         for name in self.__slots__:
+            if name == "multicast":
+                continue
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise InputError(f"Links: {name} must be a number above 0, got {value!r}")
 
 
-#: Link figures by name. ``h200`` was measured between two GPUs of one host (network: data sheet only).
+#: Link figures by name. ``h200`` was measured between two GPUs of one host (network: data sheet only; switch: not
+#: measured).
 PRESETS: Mapping[str, Links] = {
     "h200": Links(),
     "h100": Links(memory=2.9e12),
     "host": Links(
-        copy_engine=8e9, network=8e9, memory=1.2e10, signal_latency=3e-5, network_latency=3e-5, kernel_latency=1e-5
+        copy_engine=8e9,
+        network=8e9,
+        memory=1.2e10,
+        signal_latency=3e-5,
+        network_latency=3e-5,
+        kernel_latency=1e-5,
+        multicast=False,
     ),
 }
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 
 import tide
+from tide.compiler.options import PlanOptions
 from tide.fsdp.introspect import torch_version
 
 STEPS = 5
@@ -249,15 +250,27 @@ def run_case(case: Case, rank: int, world: int, steps: int = STEPS) -> str:
             tide.detach(attached.model)
 
 
-def run_cases(rank: int, world: int, names: tuple[str, ...] = (), part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Runs the table's cases for this world size, or a part of them; returns what went wrong, by name."""
+def run_cases(
+    rank: int, world: int, names: tuple[str, ...] = (), part: int = 0, parts: int = 1, reuse: bool = False
+) -> dict[str, str]:
+    """Runs the table's cases for this world size, or a part of them; returns what went wrong, by name.
+
+    With ``reuse``, gradients are received in vacated slots.
+    """
     from fsdp_cases import CASES
 
     version = torch_version()
     chosen = [
         case for case in CASES if world in case.worlds and (not names or case.name in names) and version >= case.since
     ]
+    if reuse:
+        chosen = [through_slots(case) for case in chosen if case.attach.get("options") is None]
     return run_chosen(chosen[part::parts], rank, world, told=bool(names))
+
+
+def through_slots(case: Case) -> Case:
+    """The case with slots that receive gradients."""
+    return replace(case, attach={**case.attach, "options": PlanOptions(slot_reuse=True)})
 
 
 def run_chosen(cases: Sequence[Case], rank: int, world: int, steps: int = STEPS, told: bool = False) -> dict[str, str]:

@@ -36,6 +36,10 @@ from tide.transport.cuda.words import reached
 Run = Callable[[], bool]
 
 
+#: Addresses from here on are multicast addresses.
+MULTICAST = 1 << 60
+
+
 def word_at(address: int) -> int:
     """The 32-bit word at an address."""
     return ctypes.c_uint32.from_address(address).value
@@ -61,8 +65,16 @@ class Machine:
         self.handles = itertools.count(1)
         self.current = 0
         self.operations = 0
+        #: Where each rank's multicast address leads: arenas of all ranks of its node.
+        self.reached: dict[int, list[int]] = {}
         #: Streams that go on only when no other can.
         self.last: set[int] = set()
+
+    def behind(self, rank: int, address: int) -> list[int]:
+        """Addresses that an address of ``rank`` stands for: several behind a multicast address."""
+        if address < MULTICAST:
+            return [address]
+        return [arena + address - MULTICAST for arena in self.reached[rank]]
 
     def put(self, rank: int, stream: int, run: Run) -> int:
         """Issues an operation."""
@@ -170,9 +182,14 @@ class FakeDriver:
     # Copies
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> int:
         self.calls.append("copy")
-        return self.machine.put(self.rank, stream, lambda: _move(dst, src, nbytes))
+        return self.machine.put(self.rank, stream, lambda: self._write(dst, src, nbytes))
 
     upload = download = copy
+
+    def _write(self, dst: int, src: int, nbytes: int) -> bool:
+        for target in self.machine.behind(self.rank, dst):
+            ctypes.memmove(target, src, nbytes)
+        return True
 
     def _copy_batch(self, dsts: int, srcs: int, sizes: int, count: int, stream: int) -> int:
         self.calls.append("batch of copies")
@@ -181,7 +198,7 @@ class FakeDriver:
 
         def run() -> bool:
             for job in self.machine.random.sample(jobs, len(jobs)):
-                _move(*job)
+                self._write(*job)
             return True
 
         return self.machine.put(self.rank, stream, run)
@@ -193,7 +210,7 @@ class FakeDriver:
 
         def run() -> bool:
             for row in range(height):
-                _move(dst + row * dst_pitch, src + row * src_pitch, width)
+                self._write(dst + row * dst_pitch, src + row * src_pitch, width)
             return True
 
         return self.machine.put(self.rank, stream, run)
@@ -225,17 +242,17 @@ class FakeDriver:
         pass
 
 
-def _move(dst: int, src: int, nbytes: int) -> bool:
-    ctypes.memmove(dst, src, nbytes)
-    return True
-
-
 def _store(address: int, value: int) -> bool:
     ctypes.c_uint32.from_address(address).value = value
     return True
 
 
 # NCCL ---------------------------------------------------------------------------------------------
+
+
+def _moved(dst: int, src: int, nbytes: int) -> bool:
+    ctypes.memmove(dst, src, nbytes)
+    return True
 
 
 class FakeNccl:
@@ -331,7 +348,7 @@ class FakeNccl:
         assert self.memory[self.rank] <= address, "the source is not in the window"
         self.calls.append(("put", peer, signal, context, count, communicator, stream))
         to = self.memory[peer] + offset
-        parts = [lambda: _move(to, address, count), self._signal(peer, signal, context, communicator, stream)]
+        parts = [lambda: _moved(to, address, count), self._signal(peer, signal, context, communicator, stream)]
         if self._group is not None:
             self._group.append((parts, offset, peer, signal, context, communicator, stream))
             return 0
@@ -397,11 +414,17 @@ _RAW = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64":
 _TYPES = {**_TORCH, **_RAW}
 
 
-def run_table(words: np.ndarray, launch: Launch, constants: dict[str, Any], scalars: tuple[float, ...]) -> None:
-    """What a kernel does with a table, program by program."""
+def run_table(
+    words: np.ndarray,
+    launch: Launch,
+    constants: dict[str, Any],
+    scalars: tuple[float, ...],
+    behind: Callable[[int], list[int]],
+) -> None:
+    """What a kernel does with a table, program by program; ``behind`` tells what a multicast address reads."""
     sizes, division = launch.job.division.sizes, launch.job.division
     width = HEADER_WORDS + 2 * len(sizes)
-    dst_type, src_type = (_TYPES[str(constants[key])] for key in ("DST", "SRC"))
+    dst_type, src_type = (_TYPES[str(constants.get(key, "fp32"))] for key in ("DST", "SRC"))
     pieces = constants.get("PIECES", 1)
     for program, kind in itertools.product(range(launch.programs), range(len(KINDS))):
         at = program * PROGRAM_WORDS + 3 * kind
@@ -423,7 +446,8 @@ def run_table(words: np.ndarray, launch: Launch, constants: dict[str, Any], scal
                     target = address * unit, where.ravel(), size
                     continue
                 dtype = torch.float32 if operand > pieces else src_type
-                values.append(_gather(address * unit, where.ravel(), dtype))
+                first, *others = [_gather(at, where.ravel(), dtype) for at in behind(address * unit)]
+                values.append(sum(others, start=first))
             _scatter(*target, _combine(values, pieces, dst_type, src_type, scalars))
             tile, segment = stop, segment + 1
 
@@ -467,11 +491,13 @@ def fake_kernels(machine: Machine, rank_of_stream: Callable[[int], int]) -> Iter
         constants = dict(variant.constants)
 
         def start(stream: int) -> None:
+            rank = rank_of_stream(stream)
+
             def run() -> bool:
-                run_table(part.numpy(), launch, constants, scalars)
+                run_table(part.numpy(), launch, constants, scalars, lambda address: machine.behind(rank, address))
                 return True
 
-            machine.put(rank_of_stream(stream), stream, run)
+            machine.put(rank, stream, run)
 
         return start
 
@@ -504,7 +530,7 @@ class Cluster:
         self.memory = [torch.full((size + 4096,), 0xEE, dtype=torch.uint8) for _ in range(world)]
         addresses = {rank: align(memory.data_ptr(), 4096) for rank, memory in enumerate(self.memory)}
         for address in addresses.values():
-            start = compiled.arena.signals
+            start = compiled.arena.zeroed
             ctypes.memset(address + start, 0, table - start)
         self.kept: list[object] = []
         self.sessions = []
@@ -514,8 +540,10 @@ class Cluster:
         for rank in range(world):
             driver = FakeDriver(machine, rank, batches)
             request = arena_request(compiled, rank, settings)
+            node = [r for r in range(world) if compiled.topology.node_of(r) == compiled.topology.node_of(rank)]
+            machine.reached[rank] = [addresses[r] for r in node]
             mapped = {peer: addresses[peer] for peer in request.reachable}
-            arena = Arena("fake", mapped, self.memory, lambda: None)
+            arena = Arena("fake", mapped, self.memory, lambda: None, multicast=MULTICAST)
             if request.needs is not None:
                 self.nccl.append(FakeNccl(machine, rank, addresses, counters, request.needs, serial))
                 arena.window = self.nccl[-1]  # type: ignore[assignment]

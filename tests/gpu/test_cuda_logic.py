@@ -44,7 +44,8 @@ TIGHT = PlanOptions(
     min_put_run_bytes=16,
     piece_bytes=512,
 )
-routes = pytest.mark.parametrize("route", ROUTES)
+#: The routes of an all-gather; "multicast" pushes once, to the fake machine's multicast address.
+routes = pytest.mark.parametrize("route", [*ROUTES, "multicast"])
 
 
 def block(name: str, **kinds: str | None) -> tuple[Parameter, ...]:
@@ -75,7 +76,7 @@ def compiled_for(
     route: str = PlanOptions().route,
 ) -> Compiled:
     mesh = Mesh((tuple(range(topology.world_size)),))
-    options = replace(options, route=route)
+    options = replace(options, multicast="on") if route == "multicast" else replace(options, route=route)
     return compile_spec(ModelSpec(tuple(Unit(name, UNITS[name], mesh) for name in names), "test"), topology, options)
 
 
@@ -270,7 +271,6 @@ def check_reduced(
     for session in cluster.sessions:
         team = cluster.compiled.context(unit, session.rank).team
         node, _ = team.seat(session.rank)
-        rounds = [(node - 1 - j) % team.nodes for j in range(team.nodes - 1)]
         for i, out in outs[session.rank].items():
             p = parameters[i]
             pieces = [
@@ -285,11 +285,8 @@ def check_reduced(
                 return total
 
             total = node_sum(node)
-            running = None
-            for other in rounds:
-                running = node_sum(other) if running is None else running + node_sum(other)
-            if running is not None:
-                total = running + total
+            for j in range(1, team.nodes):
+                total = total + node_sum((node - j) % team.nodes)
             expected = (total * scale / world).to(to_torch(p.out_dtype))
             assert torch.equal(bits(out), bits(expected)), f"rank {session.rank}, {p.name}"
 

@@ -84,7 +84,7 @@ def opens(
     library: Any = FakeLibrary(**behaviour.get(rank, {}))
     nccl._loaded = library
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    arena_module._probe_torch = lambda device: None
+    arena_module._probe_torch = lambda device, multicast: None
     arena_module._open_torch = lambda *a: Arena("stand-in", {0: 0}, None, lambda: None)
     records: list[str] = []
     handler = logging.Handler()

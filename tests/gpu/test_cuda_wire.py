@@ -29,7 +29,7 @@ from tide.topology import Topology
 from tide.transport.cuda import Settings
 from tide.transport.cuda import watchdog as watchdog_module
 from tide.transport.cuda.transport import arena_request
-from tide.transport.cuda.wire import COMMUNICATORS, LANES, Tally, Wire, needs_of, segments, signals_given
+from tide.transport.cuda.wire import COMMUNICATORS, CONTEXTS, LANES, Tally, Wire, needs_of, segments, signals_given
 
 #: Real nodes: peers of other nodes have no address here.
 REAL = [Topology(2, 1), Topology(2, 2), Topology(3, 1)]
@@ -215,9 +215,11 @@ def test_channels_are_distinct(communicators: int) -> None:
     found = {(slot if lane < 8 else -1, lane): wire.channel(slot, lane) for slot in slots for lane in LANES}
     # Indices differ from lane to lane, so that it does not matter whether contexts share them.
     assert sorted(channel.signal for channel in found.values()) == list(range(needs.signals))
-    assert {lane: c.context for (_, lane), c in found.items()} == {lane: i for i, lane in enumerate(LANES)}
+    assert {lane: c.context for (_, lane), c in found.items()} == CONTEXTS
+    # Two lanes of one context are signalled from one stream of a program: only one of them occurs in it.
+    assert CONTEXTS[Lane.SPREAD] == CONTEXTS[Lane.PARTIAL] != CONTEXTS[Lane.WIRE_CREDIT] == CONTEXTS[Lane.SPREAD_CREDIT]
     assert {c.communicator for c in found.values()} == set(handles)
-    assert needs.contexts == len(LANES)
+    assert needs.contexts == 1 + max(CONTEXTS.values())
     with pytest.raises(TransportError, match="PUSHED do not cross nodes"):
         wire.channel(0, Lane.PUSHED)
 

@@ -61,7 +61,7 @@ def check_reduce_scatter(
     for i in indices:
         p = unit.parameters[i]
         pieces = [cut(g, p.dim, len(group), position) for g in grads[i]]
-        expected = reference_sum(pieces, grid, position)
+        expected = reference_sum(pieces, grid, position, unit.name in compiled.spread)
         if scale != 1.0:
             expected = expected * scale
         expected = (expected / divisor).to(to_torch(p.out_dtype))
@@ -96,9 +96,10 @@ def exercise(compiled: Compiled, rank: int, steps: int = 2) -> None:
         session.close()
 
 
-def stress(rank: int, world: int, nodes: int, rounds: int, seed: int) -> int:
+def stress(rank: int, world: int, nodes: int, rounds: int, seed: int, reuse: bool = False) -> int:
     """Gathers and reduces over two shared slots while every rank dawdles at its own random moments."""
-    case = Case((block("a"), block("b"), block("c"), UNEVEN), PlanOptions(slots=2, receive_depth=2, **TIGHT))
+    options = PlanOptions(slots=2, receive_depth=2, slot_reuse=reuse, **TIGHT)
+    case = Case((block("a"), block("b"), block("c"), UNEVEN), options)
     compiled = case.compile(Topology(nodes=nodes, gpus_per_node=world // nodes, virtual=True))
     session = Session(compiled, HostTransport.open(compiled, rank, timeout=30), poison=bool(seed % 2))
     own, shared = random.Random(f"{seed}, rank {rank}"), random.Random(seed)

@@ -20,6 +20,7 @@ from tide.compiler.steps import (
     Region,
     Signal,
     Stream,
+    Sum,
     SwitchReduce,
     Transfer,
     Wait,
@@ -76,10 +77,18 @@ def test_other_machines(variant: str) -> None:
     run_ranks(run_cases, 4, 2, ("dense, tight", "mixed"), (), variant)
 
 
+@pytest.mark.parametrize("reuse", [False, True], ids=["areas", "slots"])
 @pytest.mark.parametrize(("nodes", "seed"), [(1, 1), (2, 2), (4, 3)])
-def test_many_collectives_with_random_delays(nodes: int, seed: int) -> None:
+def test_many_collectives_with_random_delays(nodes: int, seed: int, reuse: bool) -> None:
     """200 collectives in a row over shared slots, each rank late at its own times."""
-    assert run_ranks(stress, 4, nodes, 200, seed) == [200] * 4
+    assert run_ranks(stress, 4, nodes, 200, seed, reuse) == [200] * 4
+
+
+@pytest.mark.parametrize(("nodes", "world"), [(1, 2), (1, 3), (2, 4), (2, 6), (3, 6)])
+def test_gradients_through_slots(nodes: int, world: int) -> None:
+    """Every piece in its own place, rings in a slot, calls that find the slot held, and a slot shared by all."""
+    names = ("slots", "slots, tight", "slots, rings")
+    assert run_ranks(run_cases, world, nodes, names) == [len(names)] * world
 
 
 # Steps that no schedule for the host emits --------------------------------------------------------
@@ -96,11 +105,12 @@ def switch_job(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     sync = tuple(Signal(p, Lane.ARRIVED) for p in both) + tuple(Wait(p, Lane.ARRIVED) for p in both)
     mine = Cast(Region(Buffer.SHARD, 0, 0), partial(rank * 4 * count), 1, count, "float32", "float32")
+    total = Sum((partial(),), "float32", None, Region(Buffer.OUT, 0, 0), "float32", 1, 2 * count)
     steps = (
         Place((mine,)),
         Multicast(both, (Transfer(partial(rank * 4 * count), partial(rank * 4 * count), 1, 4 * count),)),
         *sync,
-        SwitchReduce(both, partial(), Region(Buffer.OUT, 0, 0), 2 * count, True),
+        SwitchReduce(both, both, (total,), True),
         *sync,
     )
     shard, out = values((count,), "float32", rank), torch.empty(2 * count)

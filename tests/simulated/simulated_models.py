@@ -42,6 +42,8 @@ TINY = PlanOptions(
 )
 #: The same for each route of the all-gather.
 BY_ROUTE = {route: replace(TINY, route=route) for route in ROUTES}
+#: Gradients are received in vacated slots.
+REUSE = replace(TINY, slot_reuse=True)
 
 
 def world(ranks: int) -> Mesh:
@@ -50,12 +52,19 @@ def world(ranks: int) -> Mesh:
 
 
 def block(
-    name: str, mesh: Mesh, rows: int = 7, lives_with: int = -1, stays_whole: bool = False, long: bool = False
+    name: str,
+    mesh: Mesh,
+    rows: int = 7,
+    lives_with: int = -1,
+    stays_whole: bool = False,
+    long: bool = False,
+    narrow: bool = False,
 ) -> Unit:
     """A unit with an uneven Shard(0), a Shard(1), a pair small enough for the bundle, mixed types.
 
     With ``long``, two frozen parameters make every shard long enough for three pieces: the push route cuts one
-    between its runs, the other within its only run.
+    between its runs, the other within its only run. With ``narrow``, no gradient is wider than the parameters, so
+    that every piece has its own place in a slot.
     """
     parameters = [
         Parameter(f"{name}.w", (rows, 12)),
@@ -63,6 +72,9 @@ def block(
         Parameter(f"{name}.norm", (5,), 0, "float32", grad_dtype="float16", out_dtype="bfloat16"),
         Parameter(f"{name}.bias", (4,), 0, "bfloat16", "bfloat16"),
     ]
+    if narrow:
+        parameters = [replace(p, grad_dtype="bfloat16") for p in parameters]
+        parameters.append(Parameter(f"{name}.large", (40 * mesh.size - 7, 24)))
     if long:
         parameters += [
             Parameter(f"{name}.runs", (5, 64 * mesh.size), 1, grad_dtype=None),
@@ -72,11 +84,16 @@ def block(
 
 
 def blocks(
-    topology: Topology, count: int = 3, options: PlanOptions = TINY, rows: int = 7, long: bool = False
+    topology: Topology,
+    count: int = 3,
+    options: PlanOptions = TINY,
+    rows: int = 7,
+    long: bool = False,
+    narrow: bool = False,
 ) -> Compiled:
     """``count`` equal units over all ranks."""
     mesh = world(topology.world_size)
-    units = tuple(block(f"layers.{number}", mesh, rows, long=long) for number in range(count))
+    units = tuple(block(f"layers.{number}", mesh, rows, long=long, narrow=narrow) for number in range(count))
     return compile_spec(ModelSpec(units, "blocks"), topology, options)
 
 
@@ -140,6 +157,8 @@ def plans(draw: st.DrawFn) -> Compiled:
                 stays_whole=draw(st.sampled_from((False, False, True))),
             )
         )
+    route, multicast = draw(st.sampled_from((*((route, "off") for route in ROUTES), ("push", "on"))))
+    switch_reduce = draw(st.sampled_from(("off", "on", "auto")))
     options = PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 512))),
@@ -147,7 +166,11 @@ def plans(draw: st.DrawFn) -> Compiled:
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
         min_put_run_bytes=draw(st.sampled_from((0, 64))),
         put_bytes=4096,
-        route=draw(st.sampled_from(ROUTES)),
+        route=route,
+        slot_reuse=route == "push" and draw(st.booleans()),
+        wire_dtype="float32" if switch_reduce == "on" else draw(st.sampled_from(("float32", "bfloat16"))),
+        switch_reduce=switch_reduce,
+        multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 512, 4096))),
         chunk_bytes=draw(st.sampled_from((None, 256, 256, 320, 1024))),
         receive_depth=draw(st.sampled_from((1, 2, 3))),

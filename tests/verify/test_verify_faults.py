@@ -20,21 +20,32 @@ from tide.errors import PlanError
 from tide.topology import Topology
 
 
-def plan(nodes: int, local: int, chunk: int, route: str) -> Compiled:
-    """Two units with direct, strided and bundled parameters, enough chunks to go round all rings."""
+def plan(nodes: int, local: int, chunk: int, route: str, wide: str = "float32", reuse: bool = False) -> Compiled:
+    """Two units with direct, strided and bundled parameters, enough chunks to go round all rings.
+
+    With ``reuse``, gradients are received in slots: by ring where one is ``wide``, else each in its own place.
+    """
     mesh = Mesh((tuple(range(nodes * local)),))
 
     def unit(name: str) -> Unit:
         rows = (
             Parameter(f"{name}.wide", (10 * nodes * local + 3, 24)),
             Parameter(f"{name}.strided", (6, 12 * nodes * local, 2), 1, out_dtype="bfloat16"),
-            Parameter(f"{name}.bias", (3 * nodes * local,), grad_dtype="float32"),
+            Parameter(f"{name}.bias", (3 * nodes * local,), grad_dtype=wide),
             Parameter(f"{name}.norm", (5,)),
         )
         return Unit(name, rows, mesh)
 
     options = PlanOptions(
-        slots=1, bundle_bytes=64, min_run_bytes=0, min_put_run_bytes=0, chunk_bytes=chunk, route=route, piece_bytes=512
+        slots=1,
+        bundle_bytes=64,
+        min_run_bytes=0,
+        min_put_run_bytes=0,
+        chunk_bytes=chunk,
+        route=route,
+        piece_bytes=512,
+        slot_reuse=reuse,
+        wire_dtype="bfloat16" if reuse and wide == "float32" else "float32",
     )
     return compile_spec(ModelSpec((unit("first"), unit("second"))), Topology(nodes, local), options)
 
@@ -45,10 +56,13 @@ PLANS = (
     plan(2, 2, 1024, "push"),
     plan(2, 2, 1024, "pull"),
     plan(3, 2, 256, "push"),
+    plan(1, 3, 256, "push", "bfloat16", reuse=True),
+    plan(3, 3, 256, "push", "bfloat16", reuse=True),
+    plan(2, 2, 256, "push", "float32", reuse=True),
 )
 
 #: Where the message of a fault need not name a parameter: nothing but signals is concerned.
-SIGNALS = ("dropped-wait", "dropped-signal", "cycle", "early-fold", "early-release")
+SIGNALS = ("dropped-wait", "dropped-signal", "cycle", "early-fold", "early-release", "early-mark")
 
 
 def found(fault: Fault, compiled: Compiled, seed: int) -> tuple[str, str]:

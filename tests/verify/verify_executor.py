@@ -16,6 +16,7 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import shard
 from tide.compiler.steps import (
+    ARENA,
     INITIAL_CREDIT,
     Accumulate,
     Buffer,
@@ -26,6 +27,7 @@ from tide.compiler.steps import (
     Put,
     Region,
     Signal,
+    SwitchReduce,
     Wait,
 )
 
@@ -72,6 +74,7 @@ class Execution:
         self.left: dict[tuple[int, int], int] = defaultdict(int)  # steps left of (position, collective)
         self.checked: set[tuple[int, int]] = set()
         programs: list[Program] = [compiled.program(unit, collective, r) for r in self.ranks]
+        self.in_slot = programs[0].in_slot
         for position, program in enumerate(programs):
             for stream in program.streams:
                 queue = self.queues.setdefault((position, stream.name), _Queue())
@@ -89,7 +92,9 @@ class Execution:
 
     def _buffer(self, position: int, number: int, buffer: Buffer, index: int) -> dict[int, Byte]:
         """Bytes of a buffer; what the caller brings or takes away is of one collective, the arena is not."""
-        own = buffer in (Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE)
+        own = buffer in ARENA
+        if own and self.in_slot and buffer is not Buffer.SPREAD:
+            buffer = Buffer.STORAGE
         return self.memory[position, buffer, index, -1 if own else number]
 
     def _fill(self, position: int, number: int) -> None:
@@ -155,8 +160,8 @@ class Execution:
         if queue.at == len(queue.steps):
             return False
         position, (number, step) = key[0], queue.steps[queue.at]
-        # The next all-gather of a slot starts when the unit before it was vacated, i.e. after its end.
-        if self.collective == "all_gather" and number and self.left[position, number - 1]:
+        # The next collective of a slot starts when the one before it has ended and the slot was vacated.
+        if (self.collective == "all_gather" or self.in_slot) and number and self.left[position, number - 1]:
             return False
         return not isinstance(step, Wait) or self.counters[position, step.peer, step.lane] >= step.count
 
@@ -183,7 +188,7 @@ class Execution:
             if isinstance(step, Put):
                 self.counters[step.peer, me, step.lane] += 1
         elif isinstance(step, Multicast):
-            for peer in step.peers:
+            for peer in (*step.peers, me):  # the switch writes to the sender too
                 self._execute(me, number, Copy(peer, False, step.transfers))
         elif isinstance(step, Accumulate):
             for s in step.sums:
@@ -196,8 +201,27 @@ class Execution:
                         if step.final:
                             value = ("final", value)
                         self._store(me, number, s.dst, run, i * dst, dst, value)
+        elif isinstance(step, SwitchReduce):
+            for s in step.sums:
+                dst = itemsize(s.dst_dtype)
+                for run in range(s.runs):
+                    for i in range(s.count):
+                        value = frozenset(self._held(peer, s.srcs[0], run, i) for peer in step.peers) - {None}
+                        if s.base is not None:
+                            value = (self._load(me, number, s.base, run, i * 4, 4), value)
+                        if step.final:
+                            value = ("final", value)
+                        self._store(me, number, s.dst, run, i * dst, dst, value)
         else:
             raise NotImplementedError(step)
+
+    def _held(self, peer: int, region: Region, run: int, element: int) -> Byte:
+        """What the switch reads of a rank; None for the zeros of a place that was never written."""
+        memory = self._buffer(peer, 0, region.buffer, region.index)
+        start = region.offset + run * region.pitch + element * 4
+        if not any(start + byte in memory for byte in range(4)):
+            return None
+        return self._read(memory, start, 4)
 
     def _load(self, me: int, number: int, region: Region, run: int, offset: int, size: int) -> Byte:
         memory = self._buffer(me, number, region.buffer, region.index)
@@ -241,14 +265,17 @@ class Execution:
             for row in range(table.outer):
                 for column in range(run):
                     element = row * table.pitch + int(table.offset[position]) + column
-                    want: Byte = None
-                    for turn in range(team.nodes):
-                        of = (node - 1 - turn) % team.nodes
-                        pieces = tuple(("g", number, rank, index, element) for rank in team.grid[of])
-                        if of == node:
-                            want = ("final", pieces if want is None else (want, *pieces))
-                        else:
-                            want = (pieces,) if want is None else (want, pieces)
+                    sums = [
+                        tuple(("g", number, rank, index, element) for rank in team.grid[(node - turn) % team.nodes])
+                        for turn in range(team.nodes)
+                    ]
+                    want, others = sums[0], sums[1:]
+                    if self.unit.name in self.compiled.spread:  # the switch's order is its own
+                        many = team.per_node
+                        others = [frozenset(others[at : at + many]) for at in range(0, len(others), many)]
+                    for other in others:
+                        want = (want, other)
+                    want = ("final", want)
                     found = self._read(memory, (row * run + column) * size, size)
                     if found != want:
                         raise WrongError(f"position {position}, {p.name}[{element}] is {found}, not {want}")

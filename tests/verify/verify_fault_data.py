@@ -132,7 +132,11 @@ def out_of_bounds(compiled: Compiled, rng: random.Random, collective: str) -> tu
         Buffer.STORAGE: compiled.layouts[spot.unit].size,
         Buffer.RECEIVE: areas.receive_size,
         Buffer.WIRE: areas.wire_size,
+        Buffer.SPREAD: areas.spread_size,
     }[old.dst.buffer]
+    in_slot = collective == RS and compiled.program(spot.unit, RS, spot.rank).in_slot
+    if in_slot and old.dst.buffer is not Buffer.SPREAD:
+        limit = compiled.layouts[spot.unit].size
     transfers[at] = old._replace(dst=old.dst._replace(offset=limit - old.length + 2))
     return (
         substitute(compiled, spot, collective, _with_moves(spot.step, transfers)),
@@ -231,6 +235,8 @@ def swapped_ring(compiled: Compiled, rng: random.Random, collective: str) -> tup
     """A sum reads another position of the ring than its sender wrote to."""
     del collective
     areas = compiled.arena.receive
+    if compiled.options.slot_reuse:
+        raise NoPlaceError
 
     def step_of(region: Region) -> int:
         return {Buffer.RECEIVE: areas.peers * areas.piece, Buffer.WIRE: areas.chunk}.get(region.buffer, 0)
@@ -302,3 +308,16 @@ def early_release(compiled: Compiled, rng: random.Random, collective: str) -> tu
 
 def _reads_gradient(step: Accumulate) -> bool:
     return any(src.buffer is Buffer.GRAD for s in step.sums for src in s.srcs)
+
+
+@fault("early-mark", RS, shows="never")
+def early_mark(compiled: Compiled, rng: random.Random, collective: str) -> tuple[Compiled, str]:
+    """A stream that goes on afterwards says that gradients are released one sum too early."""
+    spot = pick(compiled, rng, collective, lambda s: isinstance(s.step, Accumulate) and _reads_gradient(s.step))
+    program = compiled.program(spot.unit, collective, spot.rank)
+    if program.streams[spot.stream].released is None:
+        raise NoPlaceError
+    streams = list(program.streams)
+    streams[spot.stream] = replace(streams[spot.stream], released=spot.index)
+    damaged = compiled.with_program(spot.unit, spot.rank, replace(program, streams=tuple(streams)))
+    return damaged, f"{where(compiled, spot, collective)} comes after its stream's release of gradients"

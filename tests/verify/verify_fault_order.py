@@ -185,6 +185,25 @@ def early_push(compiled: Compiled, rng: random.Random, collective: str) -> tuple
     return _drop_pair(compiled, rng, collective, fits, after=(Accumulate,))
 
 
+@fault("early-slot", RS, shows="reuse")
+def early_slot(compiled: Compiled, rng: random.Random, collective: str) -> tuple[Compiled, str]:
+    """A rank pushes into a peer's slot without its word that the slot has been vacated."""
+    fits = _followed_by(compiled, collective, Lane.CREDIT, _copies)
+
+    def first(spot: Spot) -> bool:
+        program = compiled.program(spot.unit, collective, spot.rank)
+        earlier = program.streams[spot.stream].steps[: spot.index]
+        return program.in_slot and fits(spot) and spot.step not in earlier
+
+    return _drop_pair(compiled, rng, collective, first)
+
+
+@fault("early-begin", RS, shows="race")
+def early_begin(compiled: Compiled, rng: random.Random, collective: str) -> tuple[Compiled, str]:
+    """A rank adds another node's sum before its own node's is in the running sum."""
+    return _drop_pair(compiled, rng, collective, _followed_by(compiled, collective, Lane.BEGUN, _sums))
+
+
 @fault("early-wire", RS, shows="race")
 def early_wire(compiled: Compiled, rng: random.Random, collective: str) -> tuple[Compiled, str]:
     """A rank puts a partial sum without the credit for the ring position."""

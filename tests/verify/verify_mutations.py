@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from tide.compiler.compile import Compiled
-from tide.compiler.steps import Buffer, Lane, Program, Region, Step, Stream
+from tide.compiler.steps import Buffer, Lane, Region, Step, Stream
 
 
 def mutate(compiled: Compiled, unit: str, collective: str, rng: random.Random) -> tuple[Compiled, str]:
@@ -42,7 +42,7 @@ def mutate(compiled: Compiled, unit: str, collective: str, rng: random.Random) -
             streams[to].insert(rng.randint(0, len(streams[to])), streams[at].pop(index))
     made = tuple(Stream(old.name, tuple(steps)) for old, steps in zip(program.streams, streams, strict=True))
     name = program.streams[at].name
-    damaged = compiled.with_program(unit, rank, Program(collective, program.position, made, program.release))
+    damaged = compiled.with_program(unit, rank, replace(program, streams=made))
     return damaged, f"unit {unit!r} rank {rank} {name}[{index}] {text}"
 
 

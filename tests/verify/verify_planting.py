@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tide.compiler.compile import Compiled
 from tide.compiler.steps import (
     Copy,
-    Program,
     Put,
     Step,
     Stream,
@@ -117,7 +116,7 @@ def edit(compiled: Compiled, spot: Spot, collective: str, change: Callable[[list
     streams = list(program.streams)
     stream = streams[spot.stream]
     streams[spot.stream] = Stream(stream.name, tuple(change(list(stream.steps))))
-    changed = Program(collective, program.position, tuple(streams), program.release)
+    changed = replace(program, streams=tuple(streams))
     return compiled.with_program(spot.unit, spot.rank, changed)
 
 

@@ -33,6 +33,8 @@ def parameters(draw: st.DrawFn, name: str, largest: int = 12) -> Parameter:
 @st.composite
 def options(draw: st.DrawFn) -> PlanOptions:
     """Small limits, so that small parameters exercise batches, bundles and rings."""
+    route, multicast = draw(st.sampled_from((("push", "off"), ("push", "on"), ("push", "auto"), ("pull", "off"))))
+    switch_reduce = draw(st.sampled_from(("off", "on", "auto")))
     return PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 64, 512))),
@@ -40,7 +42,11 @@ def options(draw: st.DrawFn) -> PlanOptions:
         min_run_bytes=draw(st.sampled_from((0, 8, 512))),
         min_put_run_bytes=draw(st.sampled_from((0, 64))),
         put_bytes=4096,
-        route=draw(st.sampled_from(("push", "pull"))),
+        route=route,
+        slot_reuse=route == "push" and draw(st.booleans()),
+        wire_dtype="float32" if switch_reduce == "on" else draw(st.sampled_from(("float32", "bfloat16"))),
+        switch_reduce=switch_reduce,
+        multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 4096))),
         chunk_bytes=draw(st.sampled_from((256, 256, 512, None))),
         receive_depth=draw(st.integers(1, 3)),

@@ -3,10 +3,11 @@
 An alpha–beta model; every time is a prediction, see :mod:`tide.compiler.cost`. A step costs a fixed
 latency (alpha) plus its bytes over a rate (beta)::
 
-    Copy, Multicast      copies · copy_latency    + bytes / copy_engine
+    Copy                 copies · copy_latency    + bytes / copy_engine
+    Multicast            switch_latency + copies · copy_latency + ranks of the node · bytes / copy_engine
     Put                  network_latency          + bytes / network
     Place, Accumulate    kernel_latency           + bytes read and written / memory
-    SwitchReduce         kernel_latency           + bytes / copy_engine
+    SwitchReduce         kernel_latency + switch_latency + ranks of the node · bytes / copy_engine
     Signal → Wait        signal_latency within a node, network_latency between nodes, none to oneself
 
 The steps of a stream follow each other, streams run side by side, and a wait ends when its signals
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
+from tide.compiler.rates import copy_seconds, multicast_seconds, switch_seconds
 from tide.compiler.schedule.rails import put_batches, rail_steps
 from tide.compiler.schedule.unit import UnitContext
 from tide.compiler.steps import (
@@ -55,8 +57,8 @@ GROUP_RANKS = 16
 NODE_STEPS = 25_000
 
 #: Lanes of signals that a put carries, and of the signals that allow the put.
-_CARRIED = (Lane.WIRE, Lane.PARTIAL)
-_ALLOWING = (Lane.FREE, Lane.WIRE_CREDIT)
+_CARRIED = (Lane.WIRE, Lane.PARTIAL, Lane.SPREAD)
+_ALLOWING = (Lane.FREE, Lane.WIRE_CREDIT, Lane.SPREAD_CREDIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +352,12 @@ _KIND: dict[type, str] = {
 
 def _cost(step: Step, links: Links) -> tuple[float, int]:
     """Seconds and bytes of a step that moves data."""
-    if isinstance(step, Copy | Multicast):
+    if isinstance(step, Copy):
         nbytes = sum(transfer.nbytes for transfer in step.transfers)
-        return len(step.transfers) * links.copy_latency + nbytes / links.copy_engine, nbytes
+        return copy_seconds(links, len(step.transfers), nbytes), nbytes
+    if isinstance(step, Multicast):
+        nbytes = sum(transfer.nbytes for transfer in step.transfers)
+        return multicast_seconds(links, len(step.peers) + 1, len(step.transfers), nbytes), nbytes
     if isinstance(step, Put):
         nbytes = sum(transfer.nbytes for transfer in step.transfers)
         return links.network_latency + nbytes / links.network, nbytes
@@ -374,8 +379,8 @@ def _cost(step: Step, links: Links) -> tuple[float, int]:
         )
         return links.kernel_latency + nbytes / links.memory, nbytes
     if isinstance(step, SwitchReduce):
-        nbytes = step.count * 4
-        return links.kernel_latency + nbytes / links.copy_engine, nbytes
+        nbytes = sum(total.runs * total.count * 4 for total in step.sums)
+        return switch_seconds(links, len(step.peers), nbytes), nbytes
     raise InputError(f"no cost for a step of type {type(step).__name__}")
 
 
@@ -404,6 +409,8 @@ def _arrivals(context: UnitContext, program: Program) -> dict[str, dict[int, int
                 following = stream.steps[index + 1]
                 if isinstance(following, Accumulate):
                     found[index] = sum(
-                        4 * total.runs * total.count for total in following.sums if total.srcs[0].buffer is Buffer.WIRE
+                        itemsize(total.src_dtype) * total.runs * total.count
+                        for total in following.sums
+                        if total.srcs[0].buffer is Buffer.WIRE
                     )
     return out

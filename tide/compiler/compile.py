@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.place import ArenaLayout, UnitLayout, lay_out_arena, lay_out_unit
-from tide.compiler.schedule import UnitContext, all_gather_program, chunk_elements, reduce_scatter_program
+from tide.compiler.schedule import (
+    UnitContext,
+    all_gather_program,
+    arena_chunk,
+    bundle_of,
+    chunk_elements,
+    reduce_scatter_program,
+    slot_areas,
+)
+from tide.compiler.schedule.routes import by_switch
+from tide.compiler.schedule.switch import spread_places
 from tide.compiler.steps import Program
 from tide.errors import InputError
 from tide.topology import Team, Topology, team_of
@@ -46,6 +56,10 @@ class Compiled:
         Slots, receive areas and signals.
     digest : str
         Hash of everything above: equal on two ranks if and only if they hold the same plan.
+    beside : tuple of str
+        Units that need the arena's areas although the plan reuses slots: their gradients do not fit.
+    spread : frozenset of str
+        Units whose partial sums are summed in the switch.
     """
 
     spec: ModelSpec
@@ -54,6 +68,8 @@ class Compiled:
     layouts: dict[str, UnitLayout]
     arena: ArenaLayout
     digest: str
+    beside: tuple[str, ...] = ()
+    spread: frozenset[str] = frozenset()
     overrides: Mapping[tuple[str, str, int], Program] = field(default_factory=dict)
     _signatures: dict[str, int] = field(default_factory=dict)
     _teams: dict[tuple[Mesh, int], Team] = field(default_factory=dict)
@@ -66,14 +82,28 @@ class Compiled:
             raise InputError(f"rank {rank} holds no shard of unit {unit!r}")
         return found
 
-    def context(self, unit: str, rank: int) -> UnitContext:
-        """What the schedules need to know, for the shard group of ``rank``."""
+    def context(self, unit: str, rank: int, in_slot: bool = True) -> UnitContext:
+        """What the schedules need to know, for the shard group of ``rank``.
+
+        ``in_slot`` says whether its slot has been vacated when gradients are reduced.
+        """
         found = self.spec.unit(unit)
         group, _ = self.group(unit, rank)
         key = (found.mesh, group[0])
         if key not in self._teams:
             self._teams[key] = team_of(group, self.topology)
-        return UnitContext(found, self.layouts[unit], self._teams[key], self.arena.receive, self.options)
+        layout, team = self.layouts[unit], self._teams[key]
+        return UnitContext(
+            found,
+            layout,
+            team,
+            self.arena.receive,
+            self.options,
+            self.topology.links,
+            fills_nodes=team.per_node == self.topology.gpus_per_node > 1,
+            slot_bytes=layout.size if self.options.slot_reuse and in_slot else 0,
+            by_switch=unit in self.spread,
+        )
 
     def program(
         self,
@@ -82,6 +112,7 @@ class Compiled:
         rank: int,
         subset: Sequence[int] | None = None,
         grad_dtypes: Mapping[int, str] | None = None,
+        in_slot: bool = True,
     ) -> Program:
         """Program of world rank ``rank``.
 
@@ -99,16 +130,21 @@ class Compiled:
             Reduce-scatter only: element types of gradients that differ from the plan's this time, by parameter
             index (gradients accumulated in float32, say). The areas stay as they are; a piece of wider elements
             holds fewer of them.
+        in_slot : bool
+            Reduce-scatter only: whether the unit's slot has been vacated. The program then uses it if the plan
+            reuses slots and the gradients fit, and says so (:attr:`Program.in_slot`).
         """
         if collective not in COLLECTIVES:
             raise InputError(f"no collective {collective!r}; there are {' and '.join(COLLECTIVES)}")
-        if subset is None and (damaged := self.overrides.get((unit, collective, rank))) is not None:
+        damaged = self.overrides.get((unit, collective, rank))
+        if damaged is not None and subset is None and (in_slot or not self.options.slot_reuse):
             return damaged
-        context = self.context(unit, rank)
+        context = self.context(unit, rank, in_slot)
         _, position = self.group(unit, rank)
         chosen = None if subset is None else tuple(subset)
         other = tuple(sorted(grad_dtypes.items())) if grad_dtypes else ()
-        key = (self._signatures[unit], context.team, collective, position, chosen, other)
+        memory = context.slot_bytes, context.by_switch
+        key = (self._signatures[unit], context.team, collective, position, chosen, other, memory)
         if key not in self._programs:
             if collective == "all_gather":
                 self._programs[key] = all_gather_program(context, position)
@@ -157,10 +193,12 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
         )
     ids: dict[_Signature, int] = {}
     signatures: dict[str, int] = {}
-    by_signature: dict[int, tuple[UnitLayout, int]] = {}
+    by_signature: dict[int, UnitLayout] = {}
     layouts: dict[str, UnitLayout] = {}
     chunks: dict[str, int] = {}
+    fits: dict[tuple[int, Mesh], bool] = {}
     teams: dict[Mesh, set[Team]] = {}
+    staged = 0
 
     def teams_of(unit: Unit) -> Sequence[Team]:
         if unit.mesh not in teams:
@@ -171,13 +209,30 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
         crosses = any(team.nodes > 1 for team in teams_of(unit))
         number = signatures[unit.name] = ids.setdefault(_signature(unit, crosses), len(ids))
         if number not in by_signature:
-            by_signature[number] = lay_out_unit(unit, options, crosses), chunk_elements(unit, options)
-        layouts[unit.name], elements = by_signature[number]
-        if elements:
+            by_signature[number] = lay_out_unit(unit, options, crosses)
+        layouts[unit.name] = by_signature[number]
+        if (number, unit.mesh) not in fits:
+            staged = max(staged, *(bundle_of(unit, team, options).nbytes for team in teams_of(unit)))
+            fits[number, unit.mesh] = options.slot_reuse and _fits_slot(
+                unit, layouts[unit.name].size, teams_of(unit), options
+            )
+        if elements := arena_chunk(unit, options, fits[number, unit.mesh]):
             chunks[unit.name] = elements
+    spread = frozenset(unit.name for unit in spec.units if unit.name in chunks and by_switch(unit, topology, options))
+    room = 0, 0
+    if spread:
+        largest = max(chunk_elements(spec.unit(name), options) for name in spread)
+        room = spread_places(topology.nodes, topology.gpus_per_node, options.receive_depth), largest
+    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options, room)
+    beside = tuple(name for name in chunks if options.slot_reuse and not fits[signatures[name], spec.unit(name).mesh])
+    plan_digest = digest(spec, topology, options)
+    return Compiled(spec, topology, options, layouts, arena, plan_digest, beside, spread, _signatures=signatures)
 
-    arena = lay_out_arena(spec, layouts, teams_of, chunks, topology.world_size, options)
-    return Compiled(spec, topology, options, layouts, arena, digest(spec, topology, options), _signatures=signatures)
+
+def _fits_slot(unit: Unit, slot_bytes: int, teams: Sequence[Team], options: PlanOptions) -> bool:
+    """Whether the unit's gradients can be received in its own slot, on every team."""
+    subset = tuple(i for i, p in enumerate(unit.parameters) if p.trainable)
+    return all(slot_areas(unit, slot_bytes, team, options, subset) is not None for team in teams)
 
 
 #: Raised whenever layouts or programs change for the same input, so that mixed versions do not run together.
@@ -224,4 +279,6 @@ def digest(spec: ModelSpec, topology: Topology, options: PlanOptions) -> str:
         "topology": [topology.nodes, topology.gpus_per_node],
         "options": options.to_dict(),
     }
+    if "auto" in (options.multicast, options.switch_reduce):  # the cost model then decides on programs
+        content["links"] = asdict(topology.links)
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

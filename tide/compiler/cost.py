@@ -7,7 +7,6 @@ clock of :mod:`tide.compiler.clock`, whose docstring says what it leaves out.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from tide.compiler.clock import Clock, Event, clock
@@ -99,11 +98,14 @@ def summary(compiled: Compiled, course: Clock, rank: int) -> Prediction:
     """One rank's totals on a clock that holds it."""
     program = compiled.program(course.unit, course.collective, rank)
     events, links = course.events[rank], compiled.topology.links
-    ends: dict[str, float] = defaultdict(float)
-    for event in events:
-        ends[event.stream] = max(ends[event.stream], event.stop)
-    seconds = max(ends.values(), default=0.0)
-    released = max((ends[name] for name in program.release), default=seconds)
+    read_until = {
+        stream.name: len(stream.steps) if stream.released is None else stream.released
+        for stream in program.streams
+        if stream.name in program.release
+    }
+    seconds = max((event.stop for event in events), default=0.0)
+    reads = (event.stop for event in events if event.index < read_until.get(event.stream, 0))
+    released = max(reads, default=seconds)
     kernels = [event for event in events if event.kind in KERNELS]
     copies = [event for event in events if event.kind in COPIES]
     puts = [event for event in events if event.kind == "put"]

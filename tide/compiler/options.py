@@ -8,6 +8,9 @@ from tide.errors import InputError
 
 MIB = 1 << 20
 ROUTES = ("push", "pull")
+WIRE_DTYPES = ("float32", "bfloat16")
+#: Values of the options that concern the switch.
+SWITCH = ("off", "on", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,26 @@ class PlanOptions:
     route : str
         How shards spread within a node: ``"push"`` (each rank writes its shard to its peers as it is placed) or
         ``"pull"`` (each reads its peers' when they are in place). Pushes were measured faster.
+    multicast : str
+        Push route: ``"on"`` lets a rank write each piece once, to the switch, which hands it to all ranks of the node;
+        ``"auto"`` does so where the cost model finds it faster (small units) and the switch can. Units whose group
+        does not fill its nodes are pushed peer by peer all the same: a multicast reaches whole nodes.
     piece_bytes : int
         Push route: bytes of the first piece of a shard at least, which leaves while the next one is being placed; the
         pieces grow by the speed of casts over that of pushes.
     receive_depth : int
         Positions of the receive, partial and wire areas (2 = double buffering).
+    slot_reuse : bool
+        Let a unit's reduce-scatter receive in the unit's own slot, which has been vacated by then: it takes no
+        memory of its own. The next all-gather into the slot waits for it. Push route only.
+    wire_dtype : str
+        Element type of the partial sums between nodes: ``"float32"``, or ``"bfloat16"``, which halves the bytes on
+        the wire and rounds each of the other nodes' sums once, by at most 2⁻⁸ of its magnitude.
+    switch_reduce : str
+        Across nodes: ``"on"`` spreads the other nodes' partial sums over the ranks of the owner's node and sums them
+        in the switch; ``"auto"`` does so where the cost model finds it faster (small units) and the switch can. For
+        units that are sharded over all ranks, with ``wire_dtype="float32"``. The order of summation is the switch's
+        then, and the bits of a result may differ from switch to switch.
     padded_storage : bool
         Give every parameter FSDP2's padded size (needed where FSDP2 slices the padding).
     """
@@ -51,9 +69,13 @@ class PlanOptions:
     min_put_run_bytes: int = 32 << 10
     put_bytes: int = 64 * MIB
     route: str = "push"
+    multicast: str = "off"
     piece_bytes: int = 4 * MIB
     chunk_bytes: int | None = None
     receive_depth: int = 2
+    slot_reuse: bool = False
+    wire_dtype: str = "float32"
+    switch_reduce: str = "off"
     padded_storage: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +100,25 @@ class PlanOptions:
             check(name, low)
         if self.route not in ROUTES:
             raise InputError(f"PlanOptions: route must be one of {', '.join(ROUTES)}, got {self.route!r}")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise InputError(
+                f"PlanOptions: wire_dtype must be one of {', '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}"
+            )
+        if self.slot_reuse and self.route != "push":
+            raise InputError(
+                "PlanOptions: slot_reuse needs route='push': peers that pull may still read a slot when it has been "
+                "vacated"
+            )
+        for name in ("multicast", "switch_reduce"):
+            if getattr(self, name) not in SWITCH:
+                raise InputError(f"PlanOptions: {name} must be one of {', '.join(SWITCH)}, got {getattr(self, name)!r}")
+        if self.switch_reduce == "on" and self.wire_dtype != "float32":
+            raise InputError(
+                f"PlanOptions: switch_reduce='on' needs wire_dtype='float32', got {self.wire_dtype!r}: the switch "
+                "would round its sums to that type"
+            )
+        if self.multicast == "on" and self.route != "push":
+            raise InputError(f"PlanOptions: multicast='on' needs route='push', got route={self.route!r}")
         if self.alignment & (self.alignment - 1):
             raise InputError(f"PlanOptions: alignment must be a power of two, got {self.alignment}")
 

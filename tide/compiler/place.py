@@ -7,7 +7,7 @@ A slot holds one unit's storage at a time::
 
 and the arena is the same on every rank::
 
-    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ signals ─┤
+    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ staged ─┤─ spread ─┤─ signals ─┤
 """
 
 from __future__ import annotations
@@ -153,11 +153,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveLayout:
-    """Areas of the reduce-scatter, shared by all units; sizes in bytes.
+    """Areas of the reduce-scatter in the arena, shared by all units; sizes in bytes.
+
+    With `PlanOptions.slot_reuse` they are small, and used only by calls that find a slot not vacated, or too small.
 
     Attributes
     ----------
-    receive, partial, wire : int
+    receive, partial, wire, staged : int
         Offsets in the arena.
     piece : int
         Bytes of one piece (one rank's gradients of one chunk); a position holds one piece per rank
@@ -165,18 +167,36 @@ class ReceiveLayout:
     peers : int
         Pieces per position.
     chunk : int
-        Bytes of one float32 partial sum.
+        Bytes of one partial sum.
     depth : int
-        Positions of each area.
+        Positions of each area but the last.
+    staged_size : int
+        Bytes of small gradients that are packed at a time.
+    spread : int
+        Offset of the area that the switch sums, which transports fill with zeros when they open.
+    spread_chunk : int
+        Bytes of one of its places.
+    spread_places : int
+        Places of a rank there.
     """
 
     receive: int
     partial: int
     wire: int
+    staged: int
     piece: int
     peers: int
     chunk: int
     depth: int
+    staged_size: int
+    spread: int = 0
+    spread_chunk: int = 0
+    spread_places: int = 0
+
+    @property
+    def spread_size(self) -> int:
+        """Bytes of the area that the switch sums."""
+        return self.spread_places * self.spread_chunk
 
     @property
     def receive_size(self) -> int:
@@ -215,6 +235,11 @@ class ArenaLayout:
     signals: int
     world_size: int
     size: int
+
+    @property
+    def zeroed(self) -> int:
+        """Offset from which on a new arena holds zeros: the area that the switch sums, and the signals."""
+        return self.receive.spread if self.receive.spread_size else self.signals
 
     @property
     def lanes(self) -> int:
@@ -265,8 +290,10 @@ def lay_out_arena(
     layouts: dict[str, UnitLayout],
     teams: Callable[[Unit], Sequence[Team]],
     chunk_elements: dict[str, int],
+    staged_bytes: int,
     world_size: int,
     options: PlanOptions,
+    spread: tuple[int, int] = (0, 0),
 ) -> ArenaLayout:
     """Offsets of slots, receive areas and signals.
 
@@ -279,11 +306,15 @@ def lay_out_arena(
     teams : callable
         The distinct teams of a unit's shard groups.
     chunk_elements : dict of str to int
-        Elements of one chunk of each unit's reduce-scatter; absent for units without gradients.
+        Elements of one chunk of each unit's reduce-scatter in the areas; absent for units without gradients.
+    staged_bytes : int
+        Bytes of small gradients that the unit with the most of them packs in the areas.
     world_size : int
         Ranks of the topology.
     options : PlanOptions
         Alignment, slots, depth.
+    spread : tuple of int
+        Places of the area that the switch sums, and elements of each.
     """
     cursor = 0
     slots: list[Slot] = []
@@ -301,7 +332,7 @@ def lay_out_arena(
             continue
         width = max(itemsize(p.grad_dtype) for p in unit.parameters if p.grad_dtype is not None)
         piece = max(piece, chunk_elements[unit.name] * width)
-        chunk = max(chunk, chunk_elements[unit.name] * 4)
+        chunk = max(chunk, chunk_elements[unit.name] * itemsize(options.wire_dtype))
         for team in teams(unit):
             peers = max(peers, team.per_node - 1)
             crosses_nodes |= team.nodes > 1
@@ -311,8 +342,24 @@ def lay_out_arena(
     receive = cursor
     partial = align(receive + options.receive_depth * peers * piece, AREA_ALIGNMENT)
     wire = align(partial + options.receive_depth * chunk, AREA_ALIGNMENT)
-    signals = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
-    areas = ReceiveLayout(receive, partial, wire, piece, peers, chunk, options.receive_depth)
+    staged = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
+    spread_at = align(staged + staged_bytes, AREA_ALIGNMENT)
+    spread_places, spread_chunk = spread[0], align(spread[1] * 4, SEGMENT_ALIGNMENT)
+    signals = align(spread_at + spread_places * spread_chunk, AREA_ALIGNMENT)
+    areas = ReceiveLayout(
+        receive,
+        partial,
+        wire,
+        staged,
+        piece,
+        peers,
+        chunk,
+        options.receive_depth,
+        staged_bytes,
+        spread_at,
+        spread_chunk,
+        spread_places,
+    )
     lanes = len(slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
     size = align(signals + lanes * world_size * SIGNAL_BYTES, AREA_ALIGNMENT)
     return ArenaLayout(tuple(slots), slot_of, areas, signals, world_size, size)

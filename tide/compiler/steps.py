@@ -27,14 +27,16 @@ class Buffer(Enum):
     RECEIVE = "receive"  #: arena: pieces of gradients pushed by ranks of the node
     PARTIAL = "partial"  #: arena: node-local float32 sums on their way to another node
     WIRE = "wire"  #: arena: partial sums that came from other nodes
+    SPREAD = "spread"  #: arena: partial sums that came for ranks of the node, one place a rank, or zeros in it
     RUNNING = "running"  #: float32 running sum of the output where the output is not float32 itself
     OUT = "out"  #: reduced shard of the gradient of parameter [index], dense
+    STAGED = "staged"  #: arena: small gradients, packed for the ranks that sum them
 
     __hash__ = object.__hash__  # members are singletons; Enum hashes their names, in Python, at each look-up
 
 
 #: Buffers that live in the arena, at the same offsets on every rank.
-ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE})
+ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.SPREAD, Buffer.STAGED})
 
 
 class Lane(IntEnum):
@@ -49,12 +51,16 @@ class Lane(IntEnum):
     GATHERED = 6  #: (to myself) all that comes by put has arrived in my storage
     SHARDED = 7  #: (to myself) all of my shard is in my storage: put it
     PUSHED = 8  #: a piece is in your receive area
-    CREDIT = 9  #: a position of my receive area is free for your next piece
+    CREDIT = 9  #: a position of my receive area is free for your next piece; in a slot: all places are
     SUMMED = 10  #: (to myself) a partial sum is ready to go out
     SENT = 11  #: (to myself) a partial sum has gone out, its place is free
     PARTIAL = 12  #: (carried by a put) a partial sum is in your wire area
     WIRE_CREDIT = 13  #: a position of my wire area is free for your next partial sum
-    FOLDED = 14  #: (to myself) all partial sums from other nodes are in the running sum
+    BEGUN = 14  #: (to myself) my node's sum of a chunk is in the running sum: add the other nodes'
+    SPREAD = 15  #: (carried by a put) a partial sum for a rank of your node is in your spread area
+    SPREAD_CREDIT = 16  #: a place of my spread area is free for your next partial sum
+    HELD = 17  #: a partial sum for you is in my spread area
+    TAKEN = 18  #: I have summed what you held for me
 
 
 #: Lanes with a number below this one are kept per slot.
@@ -112,7 +118,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Cast and scatter local data; one kernel. The only kernel of an all-gather."""
+    """Cast and scatter local data; one kernel. The only kernel of an all-gather; packs small gradients, too."""
 
     casts: tuple[Cast, ...]
 
@@ -175,12 +181,16 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class SwitchReduce:
-    """Float32 sum over the same region of all ``peers``, formed inside the switch."""
+    """Sums over the same region of all ``peers``, formed inside the switch, in an order of its own.
+
+    The one source of each of ``sums`` stands for that region in the arena of every peer, the own one included. It is
+    float32: of narrower operands the switch returns a sum of their type. Peers that are no ``holders`` have zeros
+    there. ``final`` sums also take the scale and the divisor of the call.
+    """
 
     peers: tuple[int, ...]
-    src: Region
-    dst: Region
-    count: int
+    holders: tuple[int, ...]
+    sums: tuple[Sum, ...]
     final: bool
 
 
@@ -189,10 +199,21 @@ Step: TypeAlias = Place | Copy | Put | Multicast | Signal | Wait | Accumulate | 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An ordered queue of steps."""
+    """An ordered queue of steps.
+
+    Parameters
+    ----------
+    name : str
+        Equal names follow each other from collective to collective.
+    steps : tuple of Step
+        In order.
+    released : int or None
+        Step before which the last one that reads gradients has ended; None: known only at the stream's end.
+    """
 
     name: str
     steps: tuple[Step, ...]
+    released: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +229,22 @@ class Program:
     streams : tuple of Stream
         They run side by side; the collective has ended when all have.
     release : tuple of str
-        Streams at whose end the gradients are no longer read.
+        Streams that read gradients: at their `released` steps, or their ends, no gradient is read any more.
+    in_slot : bool
+        ``RECEIVE``, ``PARTIAL``, ``WIRE`` and ``STAGED`` are the unit's own slot, which has been vacated: a
+        reduce-scatter that needs no memory of its own. All of them then begin where the slot begins.
     """
 
     collective: str
     position: int
     streams: tuple[Stream, ...]
     release: tuple[str, ...] = field(default=())
+    in_slot: bool = False
+
+    @property
+    def uses_slot(self) -> bool:
+        """Whether it writes the unit's slot, so that it has to follow whatever used the slot before."""
+        return self.in_slot or self.collective != "reduce_scatter"
 
     def steps(self) -> Iterator[tuple[str, int, Step]]:
         """All steps as ``(stream name, index, step)``."""

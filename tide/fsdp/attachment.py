@@ -25,6 +25,7 @@ from tide.session import Session
 from tide.topology import Topology
 from tide.transport import open_transport
 from tide.transport.base import Transport
+from tide.transport.switch import settled
 
 logger = logging.getLogger("tide")
 
@@ -149,7 +150,8 @@ class Attachment:
         self.compiled: Compiled | None = None
         self._model = model
         self._transport, self._fixed_slots = transport, options.slots
-        self._topology, self._options = topology, options
+        self._topology = topology
+        self._options = settled(options, topology or Topology.discover(dist.get_world_size()))
         self._sticky = Sticky()
         self._readings: list[Reading] = []
         self._units: dict[str, AttachedUnit] = {}

@@ -4,6 +4,7 @@ from tide.report.arena_picture import arena_svg
 from tide.report.memory import Memory, MemoryRow, memory
 from tide.report.parameter_picture import parameter_svg
 from tide.report.plan_report import Cost, PlanReport, UnitRow, plan_report
+from tide.report.receive import ReceiveRow, receive_table
 from tide.report.schedule_picture import schedule_svg
 from tide.report.svg import Svg
 from tide.report.trace import chrome_trace
@@ -13,6 +14,7 @@ __all__ = [
     "Memory",
     "MemoryRow",
     "PlanReport",
+    "ReceiveRow",
     "Svg",
     "UnitRow",
     "arena_svg",
@@ -20,5 +22,6 @@ __all__ = [
     "memory",
     "parameter_svg",
     "plan_report",
+    "receive_table",
     "schedule_svg",
 ]

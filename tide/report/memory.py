@@ -162,13 +162,30 @@ def memory(compiled: Compiled, rank: int) -> Memory:
         MemoryRow("unsharded parameters", 0, stock[0], "copied out of the flat buffers"),
         MemoryRow("flat all-gather buffers", 0, flat, "two units at a time"),
         MemoryRow("reduce-scatter input", 0, stock[1], "padded, of the reduction's type"),
-        MemoryRow("receive area", areas.partial - areas.receive, 0, "gradient pieces, chunked"),
-        MemoryRow("partial and wire areas", arena.signals - areas.partial, 0, "float32 sums between nodes"),
+        MemoryRow("receive area", areas.partial - areas.receive, 0, _receive_note(compiled)),
+        MemoryRow(
+            "partial and wire areas",
+            areas.staged - areas.partial,
+            0,
+            f"{compiled.options.wire_dtype} sums between nodes",
+        ),
+        MemoryRow("packed gradients", areas.spread - areas.staged, 0, "small ones, on their way to the owners"),
+        MemoryRow("spread area", arena.signals - areas.spread, 0, "float32 sums that the switch sums"),
         MemoryRow("signals", arena.size - arena.signals, 0, "counters, one a lane and peer"),
         MemoryRow("whole gradients", tide[0], stock[2], "of the unit in backward; TIDE: and of the one in phase 1"),
         MemoryRow("running sums", tide[1], 0, "where the reduced gradient is not float32"),
     )
     return Memory(rank, rows, tide_peak, stock_peak)
+
+
+def _receive_note(compiled: Compiled) -> str:
+    """What the receive area is for."""
+    if not compiled.options.slot_reuse:
+        return "gradient pieces, chunked"
+    if compiled.beside:
+        count = len(compiled.beside)
+        return f"gradient pieces of {count} unit{'s' * (count > 1)} that the own slot does not hold"
+    return "spare, for gradients that find their unit's slot held"
 
 
 def _stock_peak(modules: list[_Module]) -> tuple[tuple[int, int, int], str]:

@@ -10,8 +10,10 @@ from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.place import least_run
 from tide.compiler.scatter import descriptor_count
+from tide.compiler.schedule.routes import why_no_multicast, why_no_switch
+from tide.compiler.schedule.switch import group_sizes
 from tide.compiler.shard import shard
-from tide.compiler.steps import Multicast, SwitchReduce
+from tide.compiler.steps import Multicast, Place, Program, SwitchReduce
 from tide.topology import Team, team_of
 
 
@@ -91,15 +93,17 @@ def all_gather_route(compiled: Compiled, unit: Unit, rank: int) -> tuple[str, st
     place = "local shards placed by a kernel"
     if team.size == 1:
         return "place", f"{place}; nothing to gather: one rank holds the unit"
-    engine = "copy engine"
-    inside = compiled.options.route
+    inside, engine = compiled.options.route, "copy engine"
     verb = "pushed to" if inside == "push" else "pulled by"
     reason = f"{verb} the peers by copy engine: {team.per_node} ranks on one node"
     if any(isinstance(step, Multicast) for _, _, step in program.steps()):
         inside, engine = "multicast", "multicast"
-        reason = f"one multicast write a rank: {team.per_node} ranks on one switch"
+        reason = f"written once to the switch, for {team.per_node} ranks of one node"
+    why = why_no_multicast(compiled.context(unit.name, rank)) if compiled.options.multicast != "off" else None
+    if why is not None:
+        reason, engine = f"{reason}; {why}", f"{engine} ({why})"
     if team.nodes == 1:
-        return f"{inside}, {engine}", f"{reason}; {place}"
+        return f"{inside}, {'multicast' if inside == 'multicast' else 'copy engine'}", f"{reason}; {place}"
     steps = (team.nodes - 1).bit_length()
     if team.nodes & (team.nodes - 1) == 0:
         name, rail = "doubling", f"put on rails by recursive doubling, {_plural(steps, 'step')}: {team.nodes} nodes"
@@ -127,19 +131,35 @@ def reduce_scatter_route(compiled: Compiled, unit: Unit, rank: int) -> tuple[str
     wire = "/".join(sorted({str(p.grad_dtype) for p in trainable}))
     if team.size == 1:
         return "sum", f"one kernel scales the {wire} gradient into place: one rank holds the unit"
-    push = f"{wire} pushed by copy engine, summed in rank order in float32"
+    program = compiled.program(unit.name, "reduce_scatter", rank)
+    packed = sum(len({c.src.index for c in s.casts}) for _, _, s in program.steps() if isinstance(s, Place))
+    push = f"{wire} pushed by copy engine{_where(compiled, unit, program)}, summed in rank order in float32"
+    if packed:
+        push = f"{_plural(packed, 'small gradient')} packed by a kernel, {push}"
     if team.nodes == 1:
         return "push, copy engine", f"{push} by the owner: {team.per_node} ranks on one node"
-    program = compiled.program(unit.name, "reduce_scatter", rank)
     switch = any(isinstance(step, SwitchReduce) for _, _, step in program.steps())
-    fold = "summed in the switch" if switch else "summed node by node by the owner"
-    far = f"float32 partial sums put to their owners, {fold}: {team.nodes} nodes"
+    fold = "summed node by node by the owner"
+    if switch:
+        sizes = group_sizes(team.nodes, team.per_node)
+        fold = f"spread over the ranks of the owner's node and summed in the switch, up to {sizes[0]} at a time"
+    elif compiled.options.switch_reduce != "off":
+        fold += f" ({why_no_switch(unit, compiled.topology, compiled.options)})"
+    far = f"{compiled.options.wire_dtype} partial sums put to their owners, {fold}: {team.nodes} nodes"
     uneven = _spread(compiled, unit, rank, team)
     if uneven:
         return "puts", f"{far.replace('nodes', 'ranks').replace('node by node', 'rank by rank')}; {uneven}"
     if team.per_node == 1:
         return "puts", f"{far}, one rank each"
-    return "push + put", f"{push} on the owner's rail ({team.per_node} ranks a node); {far}"
+    rail = "on the rail that it leaves by" if switch else "on the owner's rail"
+    return f"push + put{' + switch' * switch}", f"{push} {rail} ({team.per_node} ranks a node); {far}"
+
+
+def _where(compiled: Compiled, unit: Unit, program: Program) -> str:
+    """Where a reduce-scatter receives, if the plan reuses slots."""
+    if program.in_slot:
+        return " into vacated slots"
+    return " beside the slot, which is too small for the gradients" if unit.name in compiled.beside else ""
 
 
 def bundle_reason(compiled: Compiled, unit: Unit) -> str:

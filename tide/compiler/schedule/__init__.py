@@ -1,7 +1,19 @@
 """Programs: which rank moves what, when, and after which signals."""
 
 from tide.compiler.schedule.all_gather import all_gather_program
-from tide.compiler.schedule.reduce_scatter import chunk_elements, reduce_scatter_program
+from tide.compiler.schedule.areas import areas_of, arena_chunk, slot_areas
+from tide.compiler.schedule.bundle import bundle_of
+from tide.compiler.schedule.chunks import chunk_elements
+from tide.compiler.schedule.scatter_routes import reduce_scatter_program
 from tide.compiler.schedule.unit import UnitContext
 
-__all__ = ["UnitContext", "all_gather_program", "chunk_elements", "reduce_scatter_program"]
+__all__ = [
+    "UnitContext",
+    "all_gather_program",
+    "areas_of",
+    "arena_chunk",
+    "bundle_of",
+    "chunk_elements",
+    "reduce_scatter_program",
+    "slot_areas",
+]

@@ -1,5 +1,8 @@
 """All-gather by pushes: every rank writes its shard to its peers, piece by piece as it is placed.
 
+By copies, one to each peer, or by multicast, one write to the switch for all of them
+(:func:`tide.compiler.schedule.routes.by_multicast`).
+
 A rank's storage is written by others only after it has said that its slot is free, and read by its own
 streams only; so nothing has to be told back, and poisoning or reusing a slot is a local matter. Across
 nodes a put's arrivals are pushed on to the node's other ranks while the next one is on the wire::
@@ -11,10 +14,25 @@ nodes a put's arrivals are pushed on to the node's other ranks while the next on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tide.compiler.schedule.pieces import own_pieces
 from tide.compiler.schedule.rails import put_batches, seat_of
+from tide.compiler.schedule.routes import by_multicast
 from tide.compiler.schedule.unit import UnitContext, bundle_casts
-from tide.compiler.steps import Copy, Lane, Place, Program, Put, Signal, Step, Stream, Wait
+from tide.compiler.steps import (
+    Copy,
+    Lane,
+    Multicast,
+    Place,
+    Program,
+    Put,
+    Signal,
+    Step,
+    Stream,
+    Transfer,
+    Wait,
+)
 
 
 def push_program(context: UnitContext, position: int) -> Program:
@@ -31,13 +49,12 @@ def push_program(context: UnitContext, position: int) -> Program:
     _, local, peers, rail = seat_of(context, position)
     place: list[Step] = [Signal(peer, Lane.FREE) for peer in peers]
     place += [Signal(team.grid[step.source][local], Lane.FREE) for step in rail]
+    push = multicast if by_multicast(context) else copies
     main: list[Step] = []
     for number, piece in enumerate(own_pieces(context, position)):
         place += [Place(piece.casts), Signal(position, Lane.PLACED)]
         main.append(Wait(position, Lane.PLACED))
-        # All waits before all copies: the waits are one call of the driver, and so are the copies.
-        main += [Wait(peer, Lane.FREE) for peer in peers] if number == 0 else []
-        main += [Copy(peer, False, piece.transfers) for peer in peers if piece.transfers]
+        main += push(peers, piece.transfers, number == 0)
     if not main:  # an empty shard; its peers' slots are written to nevertheless, where it passes puts on
         main += [Wait(peer, Lane.FREE) for peer in peers]
     wire: list[Step] = []
@@ -52,10 +69,25 @@ def push_program(context: UnitContext, position: int) -> Program:
         for batch in put_batches(context, step.received, local) or [()]:
             wire += [Wait(source, Lane.WIRE), Signal(position, Lane.ARRIVED)]
             main.append(Wait(position, Lane.ARRIVED))
-            main += [Copy(peer, False, batch) for peer in peers if batch]
+            main += push(peers, batch, False)
     main += [Signal(peer, Lane.READY) for peer in peers]
     main += [Wait(peer, Lane.READY) for peer in peers]
     if casts := bundle_casts(context, position):
         main.append(Place(casts))
     streams = (Stream("ag.place", tuple(place)), Stream("ag.node", tuple(main)), Stream("ag.wire", tuple(wire)))
     return Program("all_gather", position, tuple(stream for stream in streams if stream.steps))
+
+
+def copies(peers: Sequence[int], transfers: tuple[Transfer, ...], first: bool) -> list[Step]:
+    """Pushes to one peer after the other, the first of them once all have given leave.
+
+    All waits before all copies: then the waits are one call of the driver, and so are the copies.
+    """
+    waits: list[Step] = [Wait(peer, Lane.FREE) for peer in peers] if first else []
+    return waits + ([Copy(peer, False, transfers) for peer in peers] if transfers else [])
+
+
+def multicast(peers: Sequence[int], transfers: tuple[Transfer, ...], first: bool) -> list[Step]:
+    """One write for all peers, the first of them once all have given leave."""
+    waits: list[Step] = [Wait(peer, Lane.FREE) for peer in peers] if first else []
+    return waits + ([Multicast(tuple(peers), transfers)] if transfers else [])

@@ -14,7 +14,7 @@ from tide.compiler.options import PlanOptions
 from tide.compiler.place import ReceiveLayout, UnitLayout
 from tide.compiler.shard import Int64, ShardTable, shard
 from tide.compiler.steps import Buffer, Cast, Region, Transfer
-from tide.topology import Team
+from tide.topology import Links, Team
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +33,14 @@ class UnitContext:
         Areas of the reduce-scatter.
     options : PlanOptions
         Limits and depths.
+    links : Links
+        Rates by which routes are chosen.
+    fills_nodes : bool
+        Whether every node of the team has all ranks of a node of the topology: what a multicast reaches.
+    slot_bytes : int
+        Bytes of the unit's vacated slot that its reduce-scatter may use; 0 if it may not.
+    by_switch : bool
+        Whether partial sums of other nodes are spread over the node's ranks and summed in the switch.
     memo : dict
         What programs of several positions share; made once, so that all positions of a team cost little more
         than one.
@@ -43,6 +51,10 @@ class UnitContext:
     team: Team
     receive: ReceiveLayout
     options: PlanOptions
+    links: Links
+    fills_nodes: bool
+    slot_bytes: int = 0
+    by_switch: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, index: int) -> ShardTable:

@@ -54,6 +54,37 @@ def check_routes(scene: Scene, tables: Tables) -> None:
         )
 
 
+def check_multicasts(scene: Scene, tables: Tables) -> None:
+    """A multicast reaches every rank of the node, its sender too: it names all the others and moves nothing.
+
+    What the sender writes into its own memory then is what is there; so its own storage counts as written by
+    the step that put it there, and by that alone.
+    """
+    if not tables.multicast:
+        return
+    if not scene.context.fills_nodes:
+        scene.fail("is written by multicast, which reaches ranks of the node that are not of the group")
+    grid = scene.context.team.grid
+    for step, peers in tables.multicast.items():
+        me = int(tables.position(np.array([step]))[0])
+        row = set(grid[scene.context.team.seat(me)[0]])
+        if missing := row - {me} - set(peers):
+            scene.fail(
+                f"leaves out {', '.join(scene.name(p) for p in sorted(missing))}; a multicast writes to every rank "
+                "of the node",
+                step=tables.describe(step),
+            )
+    access = tables.access(MULTICAST)
+    src, dst = access.moves.src, access.moves.dst
+    wrong = (src.buffer != dst.buffer) | (src.offset != dst.offset)
+    wrong |= (access.moves.runs > 1) & (src.pitch != dst.pitch)
+    if len(bad := np.flatnonzero(wrong)):
+        scene.fail(
+            "moves bytes to another place by multicast, which also writes them into the sender's own storage",
+            step=tables.describe(int(access.step[bad[0]])),
+        )
+
+
 class GatherProof:
     """Proof of the all-gather of one unit on one team.
 
@@ -82,6 +113,7 @@ class GatherProof:
         """Proves; returns the bytes that reach the storage of the subjects."""
         scene, tables = self.scene, self.tables
         check_routes(scene, tables)
+        check_multicasts(scene, tables)
         self._check_runs()
         src_area, dst_area = self._bounds()
         self.map.check_content(tables, self.access, src_area, dst_area)

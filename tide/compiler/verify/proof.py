@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tide.compiler.compile import COLLECTIVES, Compiled
 from tide.compiler.model import Unit
 from tide.compiler.schedule import UnitContext, all_gather_program, reduce_scatter_program
 from tide.compiler.shard import Int64
-from tide.compiler.steps import Copy, Multicast, Program, Put, Signal, Step, Wait
+from tide.compiler.steps import Copy, Multicast, Program, Put, Signal, Step, SwitchReduce, Wait
 from tide.compiler.verify.arena import check_arena
 from tide.compiler.verify.gather import GatherProof
 from tide.compiler.verify.order import Order
@@ -36,7 +36,8 @@ CLAIMS = {
     ),
     "reduce_scatter": (
         "each gradient element reaches its owner once from every rank, summed in the fixed order, scaled once; "
-        "ring positions are overwritten after they were read, also by the next reduce-scatter"
+        "places are overwritten after they were read, also by the next reduce-scatter; in a slot, written only once "
+        "it has been vacated"
     ),
     "order": "signals and waits match one to one, and all programs end",
 }
@@ -115,6 +116,9 @@ class _Tally:
     gathers: list[_Gather] = field(default_factory=list)
     #: By ring area, the streams that use it, and a unit where they do.
     streams: dict[int, tuple[set[str], str]] = field(default_factory=dict)
+    #: Places of spread areas that are written, and that are taken for zeros, with a unit that does so.
+    written: dict[tuple[int, int], str] = field(default_factory=dict)
+    zeros: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -176,6 +180,10 @@ def verify(
         for job in _jobs(compiled, chosen):
             for collective in collectives:
                 _prove(compiled, job, collective, tally)
+            if "reduce_scatter" in collectives and job.context.slot_bytes:
+                # The same without the slot, as it runs where the slot has not been vacated.
+                aside = replace(job, context=replace(job.context, slot_bytes=0))
+                _prove(compiled, aside, "reduce_scatter", tally)
         _check_slots(compiled, tally)
         done = _proved(compiled, chosen)
     elif (sample := _sample(compiled)) is not None and "all_gather" in collectives:
@@ -228,6 +236,8 @@ def _jobs(compiled: Compiled, ranks: Sequence[int] | None) -> Iterator[_Job]:
                 continue
             context = compiled.context(unit.name, group[0])
             key: tuple[object, ...] = (compiled._signatures[unit.name], id(context.layout), context.team, positions)
+            if context.by_switch:  # whose places hold zeros is a matter of ranks, not of positions
+                key += (group,)
             if unit.name in own:
                 key += (unit.name, group)
             if key not in seen:
@@ -243,11 +253,16 @@ def _proved(compiled: Compiled, ranks: Sequence[int] | None) -> set[int]:
 def _program(compiled: Compiled, job: _Job, collective: str, position: int) -> Program:
     """Program of a position, without filling the plan's cache with those of all ranks."""
     damaged = compiled.overrides.get((job.unit.name, collective, job.ranks[position]))
-    if damaged is not None:
+    if damaged is not None and (collective == "all_gather" or _is_default(compiled, job)):
         return damaged
     if collective == "all_gather":
         return all_gather_program(job.context, position)
     return reduce_scatter_program(job.context, position)
+
+
+def _is_default(compiled: Compiled, job: _Job) -> bool:
+    """Whether a job's reduce-scatter is the one that runs where nothing is held."""
+    return bool(job.context.slot_bytes) == compiled.options.slot_reuse
 
 
 def _peers(program: Program, *kinds: type[Step]) -> set[int]:
@@ -256,7 +271,7 @@ def _peers(program: Program, *kinds: type[Step]) -> set[int]:
     for _, _, step in program.steps():
         if not isinstance(step, kinds):
             continue
-        if isinstance(step, Multicast):
+        if isinstance(step, Multicast | SwitchReduce):
             found |= set(step.peers)
         elif isinstance(step, Copy | Put | Signal | Wait):
             found.add(step.peer)
@@ -277,8 +292,10 @@ def _load(compiled: Compiled, job: _Job, collective: str) -> tuple[Iterable[Prog
         return kept[position]
 
     own = {p for p in job.positions}
-    around = own.union(*(_peers(program(p), Copy, Multicast) for p in own))
-    asked = around if collective == "all_gather" else own
+    around = own.union(*(_peers(program(p), Copy, Multicast, SwitchReduce) for p in own))
+    # Where the switch sums, what an owner adds is put to other ranks of its node, too.
+    switched = any(isinstance(step, SwitchReduce) for p in own for _, _, step in program(p).steps())
+    asked = around if collective == "all_gather" or switched else own
     loaded = around.union(*(_peers(program(p), Copy, Put, Multicast, Signal, Wait) for p in asked))
     if collective == "reduce_scatter":
         loaded |= set().union(*(_peers(program(p), Copy) for p in around))
@@ -306,6 +323,10 @@ def _prove(compiled: Compiled, job: _Job, collective: str, tally: _Tally) -> Non
     tally.nbytes += reduce.run()
     for buffer, names in reduce.streams.items():
         _check_streams(tally, buffer, names, job.unit.name)
+    if reduce.switch is not None:
+        tally.written.update(dict.fromkeys(reduce.switch.written, job.unit.name))
+        tally.zeros.update(dict.fromkeys(reduce.switch.zeros, job.unit.name))
+        _check_zeros(tally)
 
 
 @contextmanager
@@ -329,6 +350,15 @@ def _check_streams(tally: _Tally, buffer: int, names: set[str], unit: str) -> No
         raise PlanError(
             f"{BUFFERS[buffer].value} area: used by {', '.join(sorted(known))} in unit {first!r} and by "
             f"{', '.join(sorted(names))} in unit {unit!r}, so nothing orders these reduce-scatters"
+        )
+
+
+def _check_zeros(tally: _Tally) -> None:
+    """Nobody writes a place that a switch sum takes for zeros, in any reduce-scatter."""
+    for rank, place in sorted(tally.written.keys() & tally.zeros.keys()):
+        raise PlanError(
+            f"spread area of rank {rank}, place {place}: unit {tally.written[rank, place]!r} puts partial sums there, "
+            f"and unit {tally.zeros[rank, place]!r} takes it for zeros"
         )
 
 

@@ -1,8 +1,8 @@
 """Proof of a reduce-scatter: each gradient element reaches its owner once from every rank, in the fixed order.
 
 The path of a piece is followed by joins: gradient → receive area → the node's sum → partial area → wire
-area → running sum → output. The fixed order is: within a node, rank by rank as the team's grid lists
-them; across nodes, ``n - 1, n - 2, …`` for an owner on node ``n``, the own node last.
+or spread area → running sum → output. The fixed order is: within a node, rank by rank as the team's grid lists
+them; across nodes, ``n, n - 1, n - 2, …`` for an owner on node ``n``, its own node first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tide.compiler.schedule.areas import areas_of
 from tide.compiler.shard import Int64
 from tide.compiler.verify.gather import check_routes
 from tide.compiler.verify.order import Order
@@ -18,6 +19,8 @@ from tide.compiler.verify.outputs import OutputProof, Pieces
 from tide.compiler.verify.reduce_columns import ReduceColumns
 from tide.compiler.verify.rings import RingAccess, Rings, only
 from tide.compiler.verify.scene import Scene
+from tide.compiler.verify.slot import check_areas, check_overlay
+from tide.compiler.verify.switch import SwitchSums, accesses, check_switch_sums
 from tide.compiler.verify.tables import (
     BUFFERS,
     COPY,
@@ -25,10 +28,11 @@ from tide.compiler.verify.tables import (
     GRAD,
     MULTICAST,
     PARTIAL,
-    PLACE,
     PUT,
     RECEIVE,
     SIZES,
+    SPREAD,
+    STAGED,
     WIRE,
     Access,
     Bools,
@@ -36,7 +40,6 @@ from tide.compiler.verify.tables import (
     Tables,
 )
 
-_FLOAT32 = DTYPE["float32"]
 #: Ranks that are proved at a time; bounds the memory of the proof.
 _BLOCK = 128
 
@@ -70,35 +73,43 @@ class ReduceProof:
     def __init__(self, scene: Scene, tables: Tables, order: Order, subjects: Bools, owners: Bools) -> None:
         self.scene, self.tables, self.order = scene, tables, order
         self.subjects, self.owners = subjects, owners
+        self.areas = areas_of(scene.context, tuple(i for i, p in enumerate(scene.parameters) if p.trainable))
         #: Stream names that touch each ring area from its own rank, by buffer.
         self.streams: dict[int, set[str]] = {}
+        #: What the switch sums add, if there are any.
+        self.switch: SwitchSums | None = None
 
     def run(self) -> int:
         """Proves; returns the bytes of gradients and partial sums that are moved."""
         scene, tables = self.scene, self.tables
-        if len(wrong := tables.of_kind(PLACE, MULTICAST)):
+        if len(wrong := tables.of_kind(MULTICAST)):
             scene.fail("has no use in a reduce-scatter", step=tables.describe(int(wrong[0])))
         check_routes(scene, tables)
+        check_areas(scene, self.areas, bool(tables.in_slot))
         grid = np.array(scene.context.team.grid, dtype=np.int64)
         pieces = Pieces.empty(len(tables.access(PUT).step))
         puts, moved = tables.access(PUT), 0
         for rows in _blocks(grid):
             moved += self._node_phase(rows, puts, pieces)
-        for lanes in _blocks(grid.T):
+        # The switch sums over ranks of several rails.
+        for lanes in [np.ones(grid.size, dtype=bool)] if tables.switch else _blocks(grid.T):
             moved += self._rail_phase(lanes, puts, pieces)
         return moved
 
     def _node_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
         """Proves what happens within some nodes, and notes what their puts carry; returns bytes pushed."""
         block = block & self.tables.loaded
-        self.c = ReduceColumns(self.scene, self.tables, block)
+        self.c = ReduceColumns(self.scene, self.tables, block, self._staged())
         self._check_use()
+        self._check_packing()
         self._check_release()
         receive, pushed = self._ring(RECEIVE, self.subjects & block)
         self._check_node_sums(pushed)
         partial, carried = self._ring(PARTIAL, block)
         for ring in (receive, partial):
             self._finish(ring)
+        if self.areas.in_slot and not self.areas.ring:
+            check_overlay(self.scene, self.areas, receive, partial)
         here = np.flatnonzero(self.tables.kind[self.c.moves.step] == PUT)
         pieces.note(np.flatnonzero(block[puts.source]), self.c, carried[here])
         m = self.c.moves
@@ -107,18 +118,45 @@ class ReduceProof:
 
     def _rail_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
         """Proves what happens on some rails; returns bytes put."""
-        self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, copies=False)
+        self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, self._staged(), copies=False)
         wire, arrived = self._ring(WIRE, self.owners & block)
         self._finish(wire)
         rows = np.flatnonzero((block & self.tables.loaded)[puts.source])  # the puts of this block, in their order
-        OutputProof(self.c, self.order, self.owners & block, arrived, pieces[rows]).run()
+        weight = None
+        if self.tables.switch:
+            found = self._switch_phase(pieces[rows])
+            arrived, weight = np.where(found.arrived < 0, arrived, found.arrived), found.weight
+        OutputProof(self.c, self.order, self.owners & block, arrived, pieces[rows], weight).run()
         m = self.c.moves
         sent = np.flatnonzero(self.owners[m.target])
         return int((m.moves.runs[sent] * m.moves.dst_length[sent]).sum())
 
+    def _staged(self) -> tuple[int, int]:
+        """First byte and end of the area of packed gradients."""
+        areas = self.areas
+        size = areas.staged_size if areas.in_slot else self.scene.context.receive.staged_size
+        return areas.staged, areas.staged + size
+
+    def _check_packing(self) -> None:
+        """Packing is ordered from one collective to the next: by one stream, the same in all."""
+        streams = np.unique(self.tables.queue_stream[self.tables.queue[self.c.casts.step]])
+        names = {self.tables.streams[int(number)] for number in streams}
+        if names and not self.areas.in_slot:
+            self.streams.setdefault(STAGED, set()).update(names)
+
+    def _switch_phase(self, pieces: Pieces) -> SwitchSums:
+        """Proves what the switch sums."""
+        scene, tables, order = self.scene, self.tables, self.order
+        writes, reads, hosts = accesses(scene, tables, self.c, self.owners)
+        ring = Rings(scene, self.areas, tables, order, SPREAD, writes, reads)
+        self.switch = check_switch_sums(scene, tables, order, self.c, hosts, pieces, ring)
+        self.streams.setdefault(SPREAD, set()).update(self.switch.streams)
+        return self.switch
+
     def _finish(self, ring: Rings) -> None:
         ring.check_across()
-        self.streams.setdefault(ring.buffer, set()).update(ring.stream_names())
+        if not self.areas.in_slot:
+            self.streams.setdefault(ring.buffer, set()).update(ring.stream_names())
 
     # Use of buffers ------------------------------------------------------------------------------
 
@@ -130,16 +168,18 @@ class ReduceProof:
         wrong = np.where(
             push,
             pulls | (m.src.buffer != GRAD) | (m.dst.buffer != RECEIVE),
-            (m.src.buffer != PARTIAL) | (m.dst.buffer != WIRE),
+            (m.src.buffer != PARTIAL) | ~np.isin(m.dst.buffer, (WIRE, SPREAD)),
         )
         if len(bad := np.flatnonzero(wrong)):
             row = int(bad[0])
             src, dst = BUFFERS[int(m.src.buffer[row])].value, BUFFERS[int(m.dst.buffer[row])].value
             self.scene.fail(
-                f"moves {src} to {dst}; gradients are pushed to receive areas, partial sums put to wire areas",
+                f"moves {src} to {dst}; gradients go to receive areas, partial sums to wire and spread areas",
                 step=tables.describe(int(self.c.moves.step[row])),
             )
         self._check_gradients(m.src[push], m.runs[push], m.src_length[push], self.c.moves.step[push])
+        casts = self.c.casts.moves
+        self._check_gradients(casts.src, casts.runs, casts.src_length, self.c.casts.step)
         from_grad = self.c.src.buffer == GRAD
         of = self.c.src_of[from_grad]
         length = self.c.count[of] * SIZES[self.c.src_dtype[of]]
@@ -168,10 +208,16 @@ class ReduceProof:
         tables = self.tables
         reading = np.concatenate(
             (
+                self.c.casts.step,
                 self.c.moves.step[self.c.moves.moves.src.buffer == GRAD],
                 self.c.row_step[self.c.src_of[self.c.src.buffer == GRAD]],
             )
         )
+        late = np.flatnonzero(reading >= tables.queue_released[tables.queue[reading]])
+        if len(late):
+            self.scene.fail(
+                "reads gradients that its stream has released before", step=tables.describe(int(reading[late[0]]))
+            )
         for queue in np.unique(tables.queue[reading]):
             position, stream = int(tables.queue_position[queue]), tables.streams[int(tables.queue_stream[queue])]
             if stream not in tables.release[position]:
@@ -206,7 +252,7 @@ class ReduceProof:
                 self.c.row_step[of], self.c.me[of], self.c.src, self.c.runs[of], size[of], np.arange(len(of))
             )
             reads = only(reads, (self.c.src.buffer == buffer) & subjects[self.c.me[of]])
-        ring = Rings(self.scene, self.tables, self.order, buffer, writes, reads)
+        ring = Rings(self.scene, self.areas, self.tables, self.order, buffer, writes, reads)
         found = np.full(len(step) if buffer == PARTIAL else len(self.c.src_of), -1, dtype=np.int64)
         found[reads.row] = writes.row[ring.match()] if len(writes.row) or len(reads.row) else reads.row
         return ring, found
@@ -230,7 +276,8 @@ class ReduceProof:
                 span=span and (span[0], span[0] + int(self.c.count[row] * SIZES[self.c.src_dtype[row]])),
                 step=self.tables.describe(int(self.c.row_step[row])),
             )
-        allowed = np.isin(self.c.src.buffer, (GRAD, RECEIVE)) | (self.c.src.buffer == WIRE) & ~node[self.c.src_of]
+        far = np.isin(self.c.src.buffer, (WIRE, SPREAD))
+        allowed = np.isin(self.c.src.buffer, (GRAD, RECEIVE)) | far & ~node[self.c.src_of]
         if len(bad := np.flatnonzero(~allowed)):
             self.c.fail_sum(int(self.c.src_of[bad[0]]), f"cannot sum {BUFFERS[int(self.c.src.buffer[bad[0]])].value}")
         of = self.c.src_of
@@ -277,9 +324,10 @@ class ReduceProof:
         if len(bad := np.flatnonzero(wrong)):
             self.c.fail_sum(int(bad[0]), "sums another type than the gradient's")
         to_partial = self.c.dst.buffer == PARTIAL
-        wrong = to_partial & (self.c.based | (self.c.dst_dtype != _FLOAT32) | ~node)
+        wire = self.scene.context.options.wire_dtype
+        wrong = to_partial & (self.c.based | (self.c.dst_dtype != DTYPE[wire]) | ~node)
         if len(bad := np.flatnonzero(wrong)):
-            self.c.fail_sum(int(bad[0]), "is no float32 sum of the node alone, yet goes into the partial area")
+            self.c.fail_sum(int(bad[0]), f"is no {wire} sum of the node alone, yet goes into the partial area")
         final = self.tables.count[self.c.row_step] == 1
         if len(bad := np.flatnonzero(to_partial & final)):
             self.c.fail_sum(int(bad[0]), "applies scale and divisor to a partial sum; only the last sum is final")

@@ -9,8 +9,24 @@ import numpy as np
 
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import Int64
+from tide.compiler.verify.packing import unpacked
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import COPY, DTYPE, GRAD, OUT, PUT, RAW, RUNNING, SIZES, WIRE, Bools, Tables, ranges
+from tide.compiler.verify.tables import (
+    COPY,
+    DTYPE,
+    GRAD,
+    OUT,
+    PLACE,
+    PUT,
+    RAW,
+    RUNNING,
+    SIZES,
+    SPREAD,
+    WIRE,
+    Bools,
+    Tables,
+    ranges,
+)
 
 
 class ReduceColumns:
@@ -24,13 +40,17 @@ class ReduceColumns:
         Loaded programs.
     positions : ndarray of bool, shape (positions,)
         Whose steps to take.
+    staged : tuple of int
+        First byte and end of the area of packed gradients.
     copies : bool
         Whether to take pushes, too.
 
     Attributes
     ----------
     moves : Access
-        Pushes and puts.
+        Pushes, those of packed gradients taken apart, and puts.
+    casts : Access
+        Packing.
     row_step, me : ndarray of int64
         Step and position of each sum; its other columns are those of :class:`Sums`.
     src, src_of, ordinal
@@ -43,7 +63,9 @@ class ReduceColumns:
         Positions by (node, local), and (node, local) by position.
     """
 
-    def __init__(self, scene: Scene, tables: Tables, positions: Bools, copies: bool = True) -> None:
+    def __init__(
+        self, scene: Scene, tables: Tables, positions: Bools, staged: tuple[int, int], copies: bool = True
+    ) -> None:
         self.scene, self.tables = scene, tables
         parameters = scene.parameters
         self.trainable = [i for i, p in enumerate(parameters) if p.trainable]
@@ -60,6 +82,9 @@ class ReduceColumns:
         self.seat = np.zeros((scene.size, 2), dtype=np.int64)
         self.seat[self.grid.ravel()] = np.indices(self.grid.shape).reshape(2, -1).T
         self.moves = tables.access(*((COPY, PUT) if copies else (PUT,)), positions=positions)
+        if copies:
+            self.moves = unpacked(scene, tables, self.moves, positions, staged)
+        self.casts = tables.access(PLACE, positions=positions)
         self.rows, self.row_step = tables.sum_rows(positions)
         sums = tables.sums
         self.dst, self.base, self.based = sums.dst[self.rows], sums.base[self.rows], sums.based[self.rows]
@@ -74,8 +99,8 @@ class ReduceColumns:
     @cached_property
     def node_sum(self) -> Bools:
         """Whether a sum adds the gradients of the node (rather than a partial sum from another node)."""
-        wire = np.bincount(self.src_of, weights=self.src.buffer == WIRE, minlength=len(self.rows)) > 0
-        return np.asarray(~wire)
+        far = np.isin(self.src.buffer, (WIRE, SPREAD))
+        return np.asarray(np.bincount(self.src_of, weights=far, minlength=len(self.rows)) == 0)
 
     @cached_property
     def own(self) -> Int64:

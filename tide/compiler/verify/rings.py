@@ -1,8 +1,9 @@
 """Ring positions of the receive, partial and wire areas: who writes, who reads, and in which order.
 
-A *cell* is one ring position (of one sender, in the receive area). In one collective its accesses must
-alternate, written then read, each ordered after the one before. That makes every read see one write, the
-same in all interleavings, so contents can be followed from write to read by plain joins.
+A *cell* is one ring position (of one sender, in the receive area), or, where every piece has a place of its own,
+one such place. In one collective its accesses must alternate, written then read, each ordered after the one before.
+That makes every read see one write, the same in all interleavings, so contents can be followed from write to read
+by plain joins.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tide.compiler.schedule.areas import Areas
 from tide.compiler.shard import Int64
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import BUFFERS, PARTIAL, RECEIVE, Bools, Regions, Tables
+from tide.compiler.verify.tables import BUFFERS, PARTIAL, RECEIVE, SPREAD, WIRE, Bools, Regions, Tables
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,23 +37,43 @@ class Rings:
     Parameters
     ----------
     scene : Scene
-        For the sizes of the areas.
+        For messages.
+    areas : Areas
+        Where the areas lie, and how large their positions are.
     tables, order : Tables, Order
         Steps and their order.
     buffer : int
-        ``RECEIVE``, ``PARTIAL`` or ``WIRE``.
+        ``RECEIVE``, ``PARTIAL``, ``WIRE`` or ``SPREAD``.
     writes, reads : RingAccess
         All accesses to this buffer on the subjects.
     """
 
     def __init__(
-        self, scene: Scene, tables: Tables, order: Order, buffer: int, writes: RingAccess, reads: RingAccess
+        self,
+        scene: Scene,
+        areas: Areas,
+        tables: Tables,
+        order: Order,
+        buffer: int,
+        writes: RingAccess,
+        reads: RingAccess,
     ) -> None:
         self.scene, self.tables, self.order, self.buffer = scene, tables, order, buffer
-        areas = scene.context.receive
-        self.cell_size = areas.piece if buffer == RECEIVE else areas.chunk
-        self.cells = areas.depth * (areas.peers if buffer == RECEIVE else 1)
-        self.writes, self.reads = writes, reads
+        self.in_slot, self.writes, self.reads = areas.in_slot, writes, reads
+        spread = scene.context.receive
+        self.cell_size, cells, base = {
+            RECEIVE: (areas.piece, areas.depth * areas.peers, areas.receive),
+            PARTIAL: (areas.chunk, areas.depth, areas.partial),
+            WIRE: (areas.chunk, areas.depth, areas.wire),
+            SPREAD: (spread.spread_chunk, spread.spread_places, 0),
+        }[buffer]
+        #: Where each cell of a rank begins; in a ring they follow each other.
+        self.starts = base + np.arange(cells, dtype=np.int64) * self.cell_size
+        self.placed = not areas.ring and buffer not in (WIRE, SPREAD)
+        if self.placed:
+            self.starts = np.unique(writes.region.offset)
+            self.cell_size = int(_extent(writes).max(initial=0))
+        self.cells = len(self.starts)
 
     def match(self) -> Int64:
         """Proves the order within a collective; returns for each read the (index of the) write that it sees."""
@@ -62,15 +84,15 @@ class Rings:
         scale = self.cell_size + 1
 
         def key(cell: Int64, epoch: Int64, offset: Int64) -> Int64:
-            return (cell * epochs + epoch) * scale + offset % max(self.cell_size, 1)
+            within = offset - self.starts[cell % max(self.cells, 1)] if len(cell) else offset
+            return (cell * epochs + epoch) * scale + within
 
         w, r = self.writes, self.reads
         write_key = key(write_cell, write_epoch, w.region.offset)
         read_key = key(read_cell, read_epoch, r.region.offset)
         by_key = np.argsort(write_key, kind="stable")
         write_key = write_key[by_key]
-        extent = (w.runs - 1) * w.region.pitch + w.length
-        end = write_key + extent[by_key]
+        end = write_key + _extent(w)[by_key]
         clash = np.flatnonzero(write_key[1:] < end[:-1]) if len(end) else by_key
         if len(clash):
             self._fail(w, int(by_key[clash[0] + 1]), "written twice before it is read")
@@ -92,20 +114,29 @@ class Rings:
 
     def _cells(self, access: RingAccess, verb: str) -> Int64:
         """Cell of each access, numbered over all ranks; accesses stay within one cell."""
-        size = max(self.cell_size, 1)
-        cell = access.region.offset // size
-        extent = (access.runs - 1) * np.where(access.runs > 1, access.region.pitch, 0) + access.length
-        wrong = (access.region.offset < 0) | (cell >= self.cells) | (access.runs < 1) | (access.length < 1)
-        wrong |= access.region.offset + extent > (cell + 1) * size
+        offset, extent = access.region.offset, _extent(access)
+        cell = np.searchsorted(self.starts, offset, side="right") - 1
+        start = self.starts[np.maximum(cell, 0)] if self.cells else offset
+        wrong = (cell < 0) | (access.runs < 1) | (access.length < 1)
+        wrong |= offset + extent > start + self.cell_size
         wrong |= (access.runs > 1) & (access.region.pitch < access.length)
         if len(bad := np.flatnonzero(wrong)):
-            row = int(bad[0])
-            self._fail(
-                access,
-                row,
-                f"{verb} out of bounds: the area has {self.cells} positions of {self.cell_size} bytes",
-            )
+            area = "nothing is written there" if self.placed else f"the area has {self.cells} positions"
+            self._fail(access, int(bad[0]), f"{verb} out of bounds: {area} of {self.cell_size} bytes")
+        if self.placed:
+            self._check_places(access, offset != start)
         return access.memory * max(self.cells, 1) + cell
+
+    def _check_places(self, access: RingAccess, between: Bools) -> None:
+        """Places do not overlap, and are read and written as wholes."""
+        if len(bad := np.flatnonzero(between)):
+            self._fail(access, int(bad[0]), "reads other bytes than those that were written there last")
+        order = np.lexsort((access.region.offset, access.memory))
+        offset, memory = access.region.offset[order], access.memory[order]
+        end = offset + _extent(access)[order]
+        overlaps = (memory[1:] == memory[:-1]) & (offset[1:] != offset[:-1]) & (offset[1:] < end[:-1])
+        if len(bad := np.flatnonzero(overlaps)):
+            self._fail(access, int(order[bad[0] + 1]), "overlaps the place of another piece")
 
     def _alternate(self, write_cell: Int64, read_cell: Int64) -> tuple[Int64, Int64]:
         """Checks that writes and reads of a cell take turns in order; returns the epoch of each access."""
@@ -165,9 +196,12 @@ class Rings:
 
         Its queues follow those of this one by name, and nothing else holds it back. So: all local
         accesses of one side are in one queue; that queue has seen the other side's last access by its end
-        (partial area), or the writers know that it has begun (areas that peers write to).
+        (partial area), or the writers know that it has begun (areas that peers write to). In a slot, that the
+        queue has begun says that the slot was vacated, and that its last reduce-scatter has ended.
         """
         tables, order = self.tables, self.order
+        if self.buffer == PARTIAL and self.in_slot:
+            return  # whatever uses the slot next waits until all streams of this collective have ended
         if self.buffer == PARTIAL:
             queue = tables.queue[self.writes.step].astype(np.int64)
             self._one_queue(self.writes, "written")
@@ -216,10 +250,14 @@ class Rings:
 
     # Messages ------------------------------------------------------------------------------------
 
+    def refuse(self, access: RingAccess, wrong: Bools, problem: str) -> None:
+        """Raises for the first access that is wrong, if there is one."""
+        if len(bad := np.flatnonzero(wrong)):
+            self._fail(access, int(bad[0]), problem)
+
     def _fail(self, access: RingAccess, row: int, problem: str) -> None:
         region = access.region
-        start = int(region.offset[row])
-        extent = int((access.runs[row] - 1) * region.pitch[row] + access.length[row])
+        start, extent = int(region.offset[row]), int(_extent(access)[row])
         self.scene.fail(
             f"{BUFFERS[self.buffer].value} area: {problem}",
             position=int(access.memory[row]),
@@ -234,13 +272,18 @@ class Rings:
             f"{BUFFERS[self.buffer].value} area, position {at}: {problem}",
             position=memory,
             parameter=self._parameter(step),
-            span=(at * self.cell_size, (at + 1) * self.cell_size),
+            span=(int(self.starts[at]), int(self.starts[at]) + self.cell_size),
             step=self.tables.describe(step),
         )
 
     def _parameter(self, step: int) -> int | None:
         """A parameter whose gradient the step carries."""
         return self.tables.gradient_of(step)
+
+
+def _extent(access: RingAccess) -> Int64:
+    """Bytes from the first to the last of each access."""
+    return (access.runs - 1) * np.where(access.runs > 1, access.region.pitch, 0) + access.length
 
 
 def only(access: RingAccess, keep: Bools) -> RingAccess:

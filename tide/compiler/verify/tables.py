@@ -28,19 +28,20 @@ from tide.compiler.steps import (
     Region,
     Signal,
     Step,
+    SwitchReduce,
     Wait,
 )
 from tide.compiler.verify.scene import Scene
 
 Bools = npt.NDArray[np.bool_]
 
-PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE = range(7)
-KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate")
+PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE, SWITCH = range(8)
+KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate", "SwitchReduce")
 
 BUFFERS = tuple(Buffer)
-SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, RUNNING, OUT = range(8)
+SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, SPREAD, RUNNING, OUT, STAGED = range(10)
 _BUFFER = {id(buffer): code for code, buffer in enumerate(BUFFERS)}  # by identity: hashing an Enum is slow
-assert [b.value for b in BUFFERS] == ["shard", "storage", "grad", "receive", "partial", "wire", "running", "out"]
+assert " ".join(b.value for b in BUFFERS) == "shard storage grad receive partial wire spread running out staged"
 
 DTYPES = tuple(ITEMSIZE)
 DTYPE = {name: code for code, name in enumerate(DTYPES)}
@@ -209,6 +210,10 @@ class Tables:
     ----------
     queue_position, queue_stream, queue_start, queue_stop : ndarray of int64, shape (Q,)
         Position, stream (index into ``streams``), first step and end of each queue.
+    queue_released : ndarray of int64, shape (Q,)
+        Step before which each queue is said to have read all its gradients.
+    in_slot : bool or None
+        Whether the areas of the reduce-scatter are the slot; None where no program is loaded.
     queue_of : ndarray of int64, shape (positions, streams)
         Queue of a position's stream, or -1.
     loaded : ndarray of bool, shape (positions,)
@@ -222,10 +227,13 @@ class Tables:
         self.scene = scene
         self.streams: list[str] = []
         self.release: dict[int, tuple[str, ...]] = {}
+        self.in_slot: bool | None = None
         self._payloads = Payloads()
         self.multicast: dict[int, tuple[int, ...]] = {}
+        self.switch: dict[int, SwitchReduce] = {}
         self.loaded = np.zeros(scene.size, dtype=bool)
         queues: list[tuple[int, int, int]] = []
+        released: list[int] = []
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         self.steps = 0
         for program in programs:
@@ -233,6 +241,9 @@ class Tables:
                 scene.fail(f"runs a program for {program.collective}", position=program.position)
             self.loaded[program.position] = True
             self.release[program.position] = program.release
+            if self.in_slot not in (None, program.in_slot):
+                scene.fail("does not receive where the others do: in the slot, or beside it", position=program.position)
+            self.in_slot = program.in_slot
             names = [stream.name for stream in program.streams]
             if len(set(names)) != len(names):
                 scene.fail(f"two streams of one name among {names}", position=program.position)
@@ -240,12 +251,14 @@ class Tables:
                 if stream.name not in self.streams:
                     self.streams.append(stream.name)
                 queues.append((program.position, self.streams.index(stream.name), len(stream.steps)))
+                released.append(len(stream.steps) if stream.released is None else stream.released)
                 columns.append(self._rows(stream.steps))
                 self.steps += len(stream.steps)
         shape = np.array(queues, dtype=np.int64).reshape(-1, 3)
         self.queue_position, self.queue_stream = shape[:, 0].copy(), shape[:, 1].copy()
         self.queue_stop = np.cumsum(shape[:, 2])
         self.queue_start = self.queue_stop - shape[:, 2]
+        self.queue_released = self.queue_start + np.array(released, dtype=np.int64)
         self.queue_of = np.full((scene.size, max(len(self.streams), 1)), -1, dtype=np.int64)
         self.queue_of[self.queue_position, self.queue_stream] = np.arange(len(shape))
         self.queue = np.repeat(np.arange(len(shape), dtype=np.int32), shape[:, 2])
@@ -264,10 +277,12 @@ class Tables:
         distinct = dict(zip(keys, steps, strict=True))
         rows = np.array(list(map(self._row, distinct.values())), dtype=np.int32).reshape(-1, len(_ROW))
         number = dict(zip(distinct, range(len(distinct)), strict=True))
-        if any(type(step) is Multicast for step in distinct.values()):
+        if any(type(step) in (Multicast, SwitchReduce) for step in distinct.values()):
             for at, step in enumerate(steps):
                 if isinstance(step, Multicast):
                     self.multicast[self.steps + at] = step.peers
+                elif isinstance(step, SwitchReduce):
+                    self.switch[self.steps + at] = step
         at_row = np.fromiter(map(number.__getitem__, keys), dtype=np.int64, count=len(keys))
         return tuple(rows[:, i].astype(dtype)[at_row] for i, dtype in enumerate(_ROW))
 
@@ -285,6 +300,8 @@ class Tables:
             return ACCUMULATE, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
         if kind is Place:
             return PLACE, -1, -1, 0, self._payloads.number(step.casts)
+        if kind is SwitchReduce:
+            return SWITCH, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
         if kind is Multicast:
             return MULTICAST, -1, -1, 0, self._payloads.number(step.transfers)
         self.scene.fail(f"no proof covers steps of type {kind.__name__}")
@@ -311,12 +328,12 @@ class Tables:
             (True, s.base[s.based], np.flatnonzero(s.based)),
             (True, s.srcs, sources),
         ):
-            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE))
+            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE, SPREAD, STAGED))
             limit = np.where(in_arena, 1, len(self.scene.parameters))
             bad = np.flatnonzero((region.index < 0) | (region.index >= limit))
             if not len(bad):
                 continue
-            kinds = self.kind == ACCUMULATE if of_sums else (self.payload >= 0) & (self.kind != ACCUMULATE)
+            kinds = (self.payload >= 0) & (np.isin(self.kind, (ACCUMULATE, SWITCH)) == of_sums)
             bounds = self._bounds[np.maximum(self.payload, 0)]
             at = row[bad[0]]
             step = int(np.flatnonzero(kinds & (bounds[:, 0] <= at) & (at < bounds[:, 1]))[0])
@@ -361,8 +378,8 @@ class Tables:
         return Access(step, source, target, self.moves[rows])
 
     def sum_rows(self, positions: Bools | None = None) -> tuple[Int64, Int64]:
-        """Row of ``sums`` and step of each sum of each ``Accumulate``."""
-        steps = self.of_kind_at(positions, ACCUMULATE)
+        """Row of ``sums`` and step of each sum of each ``Accumulate`` and ``SwitchReduce``."""
+        steps = self.of_kind_at(positions, ACCUMULATE, SWITCH)
         bounds = self._bounds[self.payload[steps]]
         rows, of = ranges(bounds[:, 0], bounds[:, 1])
         return rows, steps[of]
@@ -379,6 +396,8 @@ class Tables:
             for src in range(int(self.sums.first[first]), int(self.sums.first[first + 1])):
                 if self.sums.srcs.buffer[src] == GRAD:
                     return int(self.sums.srcs.index[src])
+            return int(self.sums.dst.index[first])
+        if kind == SWITCH and first < stop:
             return int(self.sums.dst.index[first])
         if kind == PUT and first < stop:  # the n-th put of a rank carries its n-th partial sum
             me = self.queue_position[self.queue[step]]

@@ -52,6 +52,8 @@ class Arena:
         What was probed, with the answer.
     window : Window or None
         NCCL's, where it was asked to put.
+    multicast : int or None
+        Multicast address of all arenas, where it was asked for.
     """
 
     provider: str
@@ -60,6 +62,7 @@ class Arena:
     close: Callable[[], None]
     notes: list[tuple[str, str]] = field(default_factory=list)
     window: Window | None = None
+    multicast: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,14 @@ class Request:
         What puts between nodes need of NCCL; None where none are wanted.
     required : bool
         Whether the plan cannot run without them.
+    multicast : bool
+        Whether a multicast address is needed, which only windows of NCCL have.
     """
 
     reachable: Collection[int]
     needs: WireNeeds | None = None
     required: bool = False
+    multicast: bool = False
 
 
 class _View:
@@ -145,9 +151,16 @@ def open_arena(
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
         return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None)
     request = request or Request(range(dist.get_world_size(control)))
+
+    def window(needs: WireNeeds | None) -> Arena:
+        return _open_nccl(size, rank, device, control, timeout, request, needs)
+
     providers: dict[str, _Provider] = {
-        "nccl": (nccl.unusable, lambda: _open_nccl(size, rank, device, control, timeout, request.reachable, None)),
-        "torch": (lambda: _probe_torch(device), lambda: _open_torch(size, rank, device, group, control, timeout)),
+        "nccl": (nccl.unusable, lambda: window(None)),
+        "torch": (
+            lambda: _probe_torch(device, request.multicast),
+            lambda: _open_torch(size, rank, device, group, control, timeout),
+        ),
     }
     if only is not None and only not in providers:
         raise CapabilityError(f"no arena provider {only!r}; there are {', '.join(providers)}")
@@ -155,7 +168,7 @@ def open_arena(
     if request.needs is not None:
         putting: _Provider = (
             nccl.unusable if only != "torch" else lambda: "arena provider torch was asked for",
-            lambda: _open_nccl(size, rank, device, control, timeout, request.reachable, request.needs),
+            lambda: window(request.needs),
         )
         arena, reason = _attempt("nccl", putting, control, timeout)
         if arena is not None:
@@ -229,7 +242,9 @@ def _first(answers: Sequence[str | None]) -> str | None:
 # torch --------------------------------------------------------------------------------------------
 
 
-def _probe_torch(device: torch.device) -> str | None:
+def _probe_torch(device: torch.device, multicast: bool) -> str | None:
+    if multicast:
+        return "the plan goes through the switch, and TIDE has multicast addresses from windows of NCCL only"
     try:
         from torch.distributed import _symmetric_memory as symmetric
     except ImportError as error:
@@ -279,7 +294,7 @@ def _open_nccl(
     device: torch.device,
     control: ProcessGroup | None,
     timeout: float,
-    reachable: Collection[int],
+    request: Request,
     needs: WireNeeds | None,
 ) -> Arena:
     library = nccl.load()
@@ -294,9 +309,11 @@ def _open_nccl(
             raise CapabilityError(reason)
         return result
 
-    window = Window(library, size, rank, dist.get_world_size(control), identities, reachable, stage, needs)
+    window = Window(library, size, rank, dist.get_world_size(control), identities, request.reachable, stage, needs)
     try:
         agree(window.facts, None, control, timeout, "NCCL set-ups")
+        # The call is collective: every rank has its window by now, and nobody uses the address before all have it.
+        multicast = stage("multicast address", window.multicast_address) if request.multicast else None
     except TideError:
         window.close()
         raise
@@ -310,7 +327,7 @@ def _open_nccl(
             )
         )
     wired = window if needs is not None else None
-    return Arena("NCCL window", window.addresses, window.memory, window.close, notes, wired)
+    return Arena("NCCL window", window.addresses, window.memory, window.close, notes, wired, multicast)
 
 
 def _within(timeout: float, device: torch.device, what: str, work: Callable[[], Any]) -> tuple[Any, str | None]:

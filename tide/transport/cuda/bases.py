@@ -18,6 +18,9 @@ from tide.compiler.place import ArenaLayout
 from tide.compiler.steps import ARENA, Buffer, Region
 from tide.errors import TransportError
 
+#: In place of a rank: the multicast address of all arenas.
+EVERYWHERE = -1
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -43,17 +46,22 @@ class Bases:
         Address of every reachable rank's arena.
     rank : int
         This rank.
+    in_slot : bool
+        Whether the areas of the reduce-scatter are the slot.
     """
 
-    def __init__(self, layout: ArenaLayout, slot: int, arenas: Mapping[int, int], rank: int) -> None:
+    def __init__(
+        self, layout: ArenaLayout, slot: int, arenas: Mapping[int, int], rank: int, in_slot: bool = False
+    ) -> None:
         self.layout, self.slot, self.arenas, self.rank = layout, slot, arenas, rank
+        self.in_slot = in_slot
         self._numbers: dict[tuple[Buffer, int], int] = {}
         #: Tensors that a call has to bring, with the number of their base.
         self.tensors: dict[tuple[Buffer, int], int] = {}
         self._addresses: list[int] = []
 
     def locate(self, region: Region, rank: int | None = None) -> Located:
-        """A region of this rank, or of ``rank``.
+        """A region of this rank, or of ``rank``, or of all ranks at once (:data:`EVERYWHERE`).
 
         Raises
         ------
@@ -82,10 +90,17 @@ class Bases:
 
     def start(self, buffer: Buffer) -> int:
         """Arena offset at which a buffer begins."""
-        if buffer is Buffer.STORAGE:
-            return self.layout.slots[self.slot].offset
         areas = self.layout.receive
-        return {Buffer.RECEIVE: areas.receive, Buffer.PARTIAL: areas.partial, Buffer.WIRE: areas.wire}[buffer]
+        if buffer is Buffer.SPREAD:  # never in a slot
+            return areas.spread
+        if buffer is Buffer.STORAGE or self.in_slot:
+            return self.layout.slots[self.slot].offset
+        return {
+            Buffer.RECEIVE: areas.receive,
+            Buffer.PARTIAL: areas.partial,
+            Buffer.WIRE: areas.wire,
+            Buffer.STAGED: areas.staged,
+        }[buffer]
 
     def addresses(self) -> Int64s:
         """Address of every base; 0 for tensors, which a call fills in."""

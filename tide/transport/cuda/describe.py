@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tide.transport.cuda.multicast import unavailable
+
 if TYPE_CHECKING:
     from tide.transport.cuda.transport import CudaTransport
 
@@ -30,7 +32,7 @@ def describe(transport: CudaTransport) -> Sequence[tuple[str, str]]:
         if transport.write_to_peers
         else ("signals", f"copies of four bytes: {_why_copies(transport)}; they queue behind payload copies")
     )
-    rows.append(("multicast", "off: not used by this transport"))
+    rows.append(("multicast", _multicast(transport)))
     rows.append(("network", _network(transport)))
     rows.append(("place", f"Triton, at most {transport.settings.place_ctas} CTAs"))
     rows.append(("accumulate", f"Triton, at most {transport.settings.accumulate_ctas} CTAs"))
@@ -51,6 +53,15 @@ def _network(transport: CudaTransport) -> str:
     if topology.virtual:
         return f"NCCL puts and {signals} between virtual nodes; no network is crossed"
     return f"NCCL puts and {signals} between nodes"
+
+
+def _multicast(transport: CudaTransport) -> str:
+    if transport.settings.multicast == "standin":
+        return "off: stand-in, copies to each peer"
+    if transport.arena.multicast is not None:
+        return "on: address from NCCL"
+    reason = unavailable(transport.compiled.topology, transport.device)
+    return f"off: {reason}" if reason is not None else "off: no program of the plan goes through the switch"
 
 
 def _why_copies(transport: CudaTransport) -> str:

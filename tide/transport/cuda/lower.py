@@ -6,10 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tide.compiler.steps import ARENA, Accumulate, Buffer, Copy, Lane, Place, Program, Put, Signal, Step, Wait
+from tide.compiler.steps import (
+    ARENA,
+    Accumulate,
+    Buffer,
+    Copy,
+    Lane,
+    Multicast,
+    Place,
+    Program,
+    Put,
+    Signal,
+    Step,
+    SwitchReduce,
+    Wait,
+)
 from tide.errors import CapabilityError, TransportError
 from tide.transport.base import Binding
-from tide.transport.cuda.bases import Bases
+from tide.transport.cuda.bases import EVERYWHERE, Bases
 from tide.transport.cuda.copies import CopyArrays, CopyStep
 from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
 from tide.transport.cuda.operations import (
@@ -22,7 +36,7 @@ from tide.transport.cuda.operations import (
 )
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import Staging
-from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs
+from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs, switch_jobs
 from tide.transport.cuda.wire import Channel, Tally, Wire, segments
 from tide.transport.cuda.words import check_distance
 
@@ -54,7 +68,10 @@ class _Lowering:
         self.program, self.binding, self.device = program, replace(binding, tensors={}), device
         self.driver, self.words = device.driver, device.words
         layout = device.words.arena
-        self.bases = Bases(layout, binding.slot, device.arenas, device.rank)
+        arenas = dict(device.arenas)
+        if device.multicast is not None:
+            arenas[EVERYWHERE] = device.multicast
+        self.bases = Bases(layout, binding.slot, arenas, device.rank, program.in_slot)
         self.copies = CopyArrays()
         self.sets: dict[str, LaunchSet] = {}
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
@@ -76,8 +93,10 @@ class _Lowering:
             if not stream.steps:  # a claim that waits for no peer: it ends when the slot has been vacated
                 self.append(self.gate(handle))
         for number, index in order:
-            stream = program.streams[number]
-            self.step(stream.name, out.streams[number][1], index, stream.steps[index])
+            stream, handle = program.streams[number], out.streams[number][1]
+            if index == stream.released and stream.name in program.release:
+                self.append(self.released(handle))
+            self.step(stream.name, handle, index, stream.steps[index])
         self.flush()
         self.tally.finish()
         self.copies.finish()
@@ -90,7 +109,7 @@ class _Lowering:
     # Steps -------------------------------------------------------------------------------------
 
     def step(self, name: str, stream: int, index: int, step: Step) -> None:
-        if name not in self.gated and (self.program.collective != "reduce_scatter" or self.touches(step)):
+        if name not in self.gated and (self.program.uses_slot or self.touches(step)):
             self.gated.add(name)
             if not self.follows(step):
                 self.append(self.gate(stream))
@@ -99,20 +118,32 @@ class _Lowering:
         elif isinstance(step, Wait):
             self.wait(name, stream, index, step)
         elif isinstance(step, Copy):
-            self.copy(stream, step.transfers, step.peer, step.pull)
+            self.copy(stream, step.transfers, self.rank_of(step.peer), step.pull)
+        elif isinstance(step, Multicast):
+            for rank in self.reached(step):
+                self.copy(stream, step.transfers, rank, False)
         elif isinstance(step, Put):
             if (wire := self.wire_to(step.peer)) is not None:
                 self.put(wire, stream, step)
             else:
-                self.copy(stream, step.transfers, step.peer, False)
+                self.copy(stream, step.transfers, self.rank_of(step.peer), False)
                 self.signal(stream, Signal(step.peer, step.lane))
-        elif isinstance(step, Place | Accumulate):
+        elif isinstance(step, Place | Accumulate | SwitchReduce):
             self.launch(name, stream, step)
         else:
+            raise TransportError(f"the CUDA transport has no step {type(step).__name__}")
+
+    def reached(self, step: Multicast | SwitchReduce) -> list[int]:
+        """Whose arenas to reach: all at once by the multicast address, or one by one in its stead."""
+        if self.device.stand_in:
+            return [self.rank_of(peer) for peer in step.peers]
+        if self.device.multicast is None:
             raise CapabilityError(
-                f"{self.program.collective} of unit {self.binding.unit!r}: the plan uses {type(step).__name__}, "
-                "which needs NVLink multicast; compile it without"
+                f"{self.program.collective} of unit {self.binding.unit!r}: the program uses {type(step).__name__}, "
+                "but the transport was opened without a multicast address; compile the plan without multicast, or "
+                "open it with Settings(multicast='standin')"
             )
+        return [EVERYWHERE]
 
     def follows(self, step: Step) -> bool:
         """Whether a step waits for another stream of this call, which has passed the gate already."""
@@ -124,7 +155,7 @@ class _Lowering:
         """Whether a step reads or writes memory of the caller."""
         if isinstance(step, Place):
             return True
-        if isinstance(step, Accumulate):
+        if isinstance(step, Accumulate | SwitchReduce):
             regions = [region for item in step.sums for region in (item.dst, *item.srcs)]
         elif isinstance(step, Copy | Put):
             regions = [region for transfer in step.transfers for region in (transfer.src, transfer.dst)]
@@ -224,8 +255,8 @@ class _Lowering:
         self.waiting[2].append((count, rank, channel))
         self.out.crossings.append(Crossing(name, number, step.lane, rank, count, self.waits - 1))
 
-    def copy(self, stream: int, transfers: Sequence[Any], peer: int, pull: bool) -> None:
-        which = self.copies.add(self.bases, transfers, self.rank_of(peer), pull)
+    def copy(self, stream: int, transfers: Sequence[Any], rank: int, pull: bool) -> None:
+        which = self.copies.add(self.bases, transfers, rank, pull)
         self.flush()
         if self.batches:
             place, last_stream, last = self.batches[-1]
@@ -237,7 +268,7 @@ class _Lowering:
         self.batches.append((len(self.out.operations), stream, which))
         self.append(_nothing)  # its arguments are arrays that do not exist yet
 
-    def launch(self, name: str, stream: int, step: Place | Accumulate) -> None:
+    def launch(self, name: str, stream: int, step: Place | Accumulate | SwitchReduce) -> None:
         if name not in self.sets:
             self.sets[name] = LaunchSet(self.driver, self.device.torch_device)
             self.out._starts[name] = []
@@ -245,6 +276,8 @@ class _Lowering:
             self.append(self.upload(name, stream))
         if isinstance(step, Place):
             jobs = place_jobs(step, self.bases, self.device.place)
+        elif isinstance(step, SwitchReduce):
+            jobs = switch_jobs(step, self.bases, self.reached(step), self.device.accumulate_ctas)
         else:
             jobs = accumulate_jobs(step, self.bases, self.device.accumulate_ctas)
         number, starts = self.sets[name].add(jobs), self.out._starts[name]
@@ -258,7 +291,7 @@ class _Lowering:
     # Operations --------------------------------------------------------------------------------
 
     def gate(self, stream: int) -> Operation:
-        """Waits for what the caller did before, and for the slot's last readers on this rank."""
+        """Waits for what the caller did before, and for the slot's last users on this rank."""
         out, wait, check = self.out, self.driver.stream_wait_event, self.driver.check
 
         def issue() -> None:
@@ -266,9 +299,18 @@ class _Lowering:
                 check(result, "wait for the slot's last readers")
             for event in out.unawaited:
                 if result := wait(stream, event, 0):
-                    check(result, "wait for the slot's last all-gather")
+                    check(result, "wait for the slot's last collective")
             if result := wait(stream, out.entry, 0):
                 check(result, "wait for the caller's stream")
+
+        return issue
+
+    def released(self, stream: int) -> Operation:
+        """Notes that the stream reads no gradient from here on."""
+        out = self.out
+
+        def issue() -> None:
+            out.released.append(out.record(stream))
 
         return issue
 

@@ -70,7 +70,11 @@ class Lowered:
         Counters that the waits use.
     entry, vacated, unawaited : int, int, list of int
         Events that a call's streams begin after: what the caller did before, the slot's last readers (0 if there
-        are none), ends of the slot's last all-gather if nobody waited for it.
+        are none), ends of the slot's last collectives if nobody waited for them.
+    record : callable
+        Records an event on a stream.
+    released : list of int
+        Events of this call's last reads of gradients, of streams that go on afterwards.
     """
 
     program: Program
@@ -88,6 +92,8 @@ class Lowered:
     entry: int = 0
     vacated: int = 0
     unawaited: list[int] = field(default_factory=list)
+    record: Callable[[int], int] = lambda stream: 0
+    released: list[int] = field(default_factory=list)
     _addresses: Int64s | None = None
     _keys: list[tuple[Buffer, int]] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)

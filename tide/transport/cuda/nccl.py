@@ -133,6 +133,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     # number, descriptors, communicator, stream
     "ncclWaitSignal": (_INT, _P, _P, _P),
 }
+#: Asked for only where a plan goes through the switch.
+_MULTICAST_SIGNATURES: dict[str, tuple[Any, ...]] = {"ncclGetLsaMultimemDevicePointer": (_P, _SIZE, _P)}
 
 
 class Library:
@@ -151,7 +153,7 @@ class Library:
         self.version = nccl_library.version_of(library)
         library.ncclGetErrorString.restype = ctypes.c_char_p
         library.ncclGetLastError.restype = ctypes.c_char_p
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in {**_SIGNATURES, **_MULTICAST_SIGNATURES}.items():
             if function := getattr(library, name, None):
                 function.argtypes, function.restype = arguments, _INT
 
@@ -159,6 +161,11 @@ class Library:
     def version_text(self) -> str:
         """Version as people write it."""
         return version_text(self.version)
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether the library knows multicast addresses."""
+        return all(hasattr(self._library, name) for name in _MULTICAST_SIGNATURES)
 
     def function(self, name: str) -> Any:
         """A call that returns NCCL's result code; see :meth:`check`."""

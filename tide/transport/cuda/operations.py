@@ -58,6 +58,10 @@ class Device:
         Puts and signals to other nodes; None where copies reach them.
     record : callable
         A new event on a stream, for the watchdog.
+    multicast : int or None
+        Multicast address of all arenas.
+    stand_in : bool
+        Carry out what needs the switch without it.
     """
 
     driver: Any
@@ -72,6 +76,8 @@ class Device:
     wait_flags: int
     place: Tuning
     accumulate_ctas: int
+    multicast: int | None = None
+    stand_in: bool = False
     wire: Wire | None = None
     record: Callable[[int], int] = lambda stream: 0
 

@@ -43,6 +43,9 @@ class Settings:
     communicators : int
         NCCL communicators that those steps are spread over: 1, 2 (one for each collective) or 4 (one for each kind
         of signal). NCCL runs what is issued to one of them in order, over all streams.
+    multicast : str
+        How steps that need the switch are carried out: ``"switch"``, or ``"standin"``, by copies to each peer and by
+        sums over the peers' memory in rank order: the same programs on GPUs without multicast, for tests.
     """
 
     place_ctas: int = PLACE_CTAS
@@ -51,6 +54,7 @@ class Settings:
     puts: str = "auto"
     wire_signals: str = "nccl"
     communicators: int = 4
+    multicast: str = "switch"
 
     def __post_init__(self) -> None:
         if self.signals not in ("auto", "write", "copy"):
@@ -61,6 +65,8 @@ class Settings:
             raise InputError(f"wire_signals must be 'nccl' or 'word', got {self.wire_signals!r}")
         if self.communicators not in COMMUNICATORS:
             raise InputError(f"communicators must be one of {COMMUNICATORS}, got {self.communicators!r}")
+        if self.multicast not in ("switch", "standin"):
+            raise InputError(f"multicast must be 'switch' or 'standin', got {self.multicast!r}")
         for name in ("place_ctas", "accumulate_ctas"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -90,6 +96,7 @@ class CudaTicket(Ticket):
         self.gate = lowered.vacated
         self.ends: list[int] = []
         self.released: list[int] = []
+        self.midway: list[int] = []  # those of the released events that are no ends
         self.gradients: object = None
         self.outputs: object = None
         self.tensors: object = None

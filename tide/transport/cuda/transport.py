@@ -31,6 +31,7 @@ from tide.transport.base import Binding, Transport
 from tide.transport.cuda.arena import Arena, Request, open_arena, tensor_at
 from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
+from tide.transport.cuda.multicast import demand, unavailable
 from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
@@ -48,7 +49,7 @@ NO_PEER_WRITES = 13010
 SAME_STREAM = {"claim": "ag.node"}
 
 
-def arena_request(compiled: Compiled, rank: int, settings: Settings) -> Request:
+def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: bool = False) -> Request:
     """What the arena has to offer for a plan.
 
     Raises
@@ -61,16 +62,16 @@ def arena_request(compiled: Compiled, rank: int, settings: Settings) -> Request:
     real = topology.nodes > 1 and not topology.virtual
     reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
     if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
-        return Request(reachable)
+        return Request(reachable, multicast=multicast)
     if settings.puts == "copy":
         if real:
             raise CapabilityError(
                 f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
                 "Topology(..., virtual=True) where all ranks are on one machine"
             )
-        return Request(reachable)
+        return Request(reachable, multicast=multicast)
     needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
-    return Request(reachable, needs, required=real or settings.puts == "nccl")
+    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=multicast)
 
 
 def arena_bytes(compiled: Compiled) -> tuple[int, int]:
@@ -93,6 +94,16 @@ def _wire(arena: Arena, compiled: Compiled, words: Words, values: int, settings:
         window.abort,
         words if settings.wire_signals == "word" else None,
         values,
+    )
+
+
+def _why_no_switch(wanted: str, compiled: Compiled, device: torch.device) -> str | None:
+    reason = unavailable(compiled.topology, device)
+    if reason is None:
+        return None
+    return (
+        f"the plan was compiled with {wanted}, but {reason}. Compile it with multicast='off' and switch_reduce='off', "
+        "or open it with Settings(multicast='standin') for a test without the switch"
     )
 
 
@@ -159,10 +170,13 @@ class CudaTransport(Transport):
             accumulate_ctas=settings.accumulate_ctas,
             wire=self.wire,
             record=self._record,
+            multicast=arena.multicast,
+            stand_in=settings.multicast == "standin",
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}
         self._vacated: dict[int, int] = {}
         self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
+        self._reductions: dict[int, CudaTicket] = {}  # last reduce-scatter in each slot
         self._own: dict[tuple[int, Lane], int] = {}
         self._tickets: dict[str, deque[CudaTicket]] = {}  # by collective, each in order of issue
         self._pool: list[int] = []
@@ -206,7 +220,8 @@ class CudaTransport(Transport):
         Raises
         ------
         CapabilityError
-            If a rank has no CUDA device, no symmetric memory can be had, or NCCL cannot put between real nodes.
+            If a rank has no CUDA device, no symmetric memory can be had, NCCL cannot put between real nodes, or the
+            plan goes through the switch and a rank cannot use it (`Settings.multicast`).
         PeerError
             If the ranks hold different plans or settings, or one does not come.
         """
@@ -230,13 +245,16 @@ class CudaTransport(Transport):
             driver = Driver(device.index)
             facts = {**plan_facts(compiled), "settings": settings, "driver": driver.version}
             agree(facts, None, control, timeout)
-            request = arena_request(compiled, rank, settings)
+            wanted = demand(compiled) if settings.multicast == "switch" else None
+            if wanted is not None:  # on every rank, as the plans are equal
+                settle(_why_no_switch(wanted, compiled, device), control, timeout, CapabilityError)
+            request = arena_request(compiled, rank, settings, wanted is not None)
             arena = open_arena(size, rank, device, group, control, timeout, provider, request)
             transport, failure = None, None
             try:
-                start = arena.addresses[rank] + compiled.arena.signals
+                start = arena.addresses[rank] + compiled.arena.zeroed
                 stream = torch.cuda.current_stream(device)
-                driver.check(driver.fill(start, 0, size - compiled.arena.signals, stream.cuda_stream), "zero signals")
+                driver.check(driver.fill(start, 0, size - compiled.arena.zeroed, stream.cuda_stream), "zero signals")
                 transport = cls(compiled, rank, arena, driver, device, settings, timeout)
                 stream.synchronize()
             except Exception as error:
@@ -289,9 +307,9 @@ class CudaTransport(Transport):
             if len(self._tickets.get(program.collective, ())) > 1:
                 self._reap(program.collective)
             lowered.prepare(binding)
-            writes_slot = program.collective != "reduce_scatter"
-            lowered.vacated = self._vacated.get(binding.slot, 0) if writes_slot else 0
-            lowered.unawaited = self._unawaited(binding.slot) if writes_slot else []
+            lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
+            lowered.unawaited = self._unawaited(binding.slot) if program.uses_slot else []
+            lowered.record, lowered.released = self._record, []
             self._numbers += 1
             ticket = CudaTicket(self, self._numbers, binding, lowered)
             lowered.marks = ticket.marks
@@ -300,10 +318,12 @@ class CudaTransport(Transport):
                 ticket.entry = lowered.entry = self._record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
-                for name, stream in lowered.streams:
-                    event = self._record(stream)
+                ticket.midway = lowered.released
+                ticket.released = list(ticket.midway)
+                for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
+                    event = self._record(handle)
                     ticket.ends.append(event)
-                    if name in program.release:
+                    if name in program.release and stream.released is None:
                         ticket.released.append(event)
             except BaseException as error:
                 # The counters no longer say what the device has been told.
@@ -321,20 +341,23 @@ class CudaTransport(Transport):
                 ticket.tensors = binding.tensors, lowered.keep_alive()
             with self._books:
                 self._tickets.setdefault(program.collective, deque()).append(ticket)
-            if writes_slot:
-                self._gathers[binding.slot] = ticket
+            if program.uses_slot:
+                reduces = program.collective == "reduce_scatter"
+                (self._reductions if reduces else self._gathers)[binding.slot] = ticket
             return ticket
 
     def _unawaited(self, slot: int) -> list[int]:
-        """Ends of the last all-gather into a slot, unless the caller has waited for it before vacating the slot.
+        """Ends of the slot's last collectives.
 
-        Its streams write the slot, and push from it to peers.
+        An all-gather's streams write the slot, and push from it to peers; it counts unless the caller has waited for
+        it before vacating the slot. A reduce-scatter in the slot always counts: callers wait for its end on another
+        stream, and after they have vacated the slot. All that peers write into the slot for it, it has read.
         """
-        ticket = self._gathers.get(slot)
-        if ticket is None or ticket.awaited_for:
-            return []
+        tickets = [self._gathers.get(slot), self._reductions.get(slot)]
+        if tickets[0] is not None and tickets[0].awaited_for:
+            tickets[0] = None
         with self._books:
-            return list(ticket.ends)
+            return [event for ticket in tickets if ticket is not None for event in ticket.ends]
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
         lowered = lower(program, binding, self._programs(program, binding), self._device)
@@ -353,13 +376,14 @@ class CudaTransport(Transport):
         if program.collective not in COLLECTIVES:  # a claim: waits on credits only
             return own
         found: tuple[Sequence[int] | None, Mapping[int, str]] = None, {}
-        if program is not self.compiled.program(binding.unit, program.collective, self.rank):
+        in_slot = program.in_slot
+        if program is not self.compiled.program(binding.unit, program.collective, self.rank, in_slot=in_slot):
             parameters = self.compiled.spec.unit(binding.unit).parameters
             grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
             outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
             found = outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
         others = {
-            position: self.compiled.program(binding.unit, program.collective, rank, *found)
+            position: self.compiled.program(binding.unit, program.collective, rank, *found, in_slot=in_slot)
             for position, rank in enumerate(binding.ranks)
         }
         return {**others, **own}
@@ -457,8 +481,9 @@ class CudaTransport(Transport):
                 ticket = tickets.popleft()
                 ticket.finished = True
                 ticket.gradients = ticket.outputs = ticket.tensors = None
-                self._pool += [ticket.entry, *ticket.ends, *ticket.marks]
-                ticket.ends, ticket.released, ticket.marks, ticket.entry, ticket.gate = [], [], [], 0, 0
+                self._pool += [ticket.entry, *ticket.ends, *ticket.marks, *ticket.midway]
+                ticket.ends, ticket.released, ticket.marks, ticket.midway = [], [], [], []
+                ticket.entry = ticket.gate = 0
 
     # Failing and closing -----------------------------------------------------------------------
 
@@ -498,6 +523,7 @@ class CudaTransport(Transport):
                 self.driver.free_stream(stream)
             self._lowered.clear()
             self._gathers.clear()
+            self._reductions.clear()
             self._streams.clear()
             self._pool.clear()
             self._vacated.clear()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tide.errors import CapabilityError
+from tide.multicast import require
 from tide.transport.cuda.nccl import GRANULARITY, STRICT_ORDERING, SYMMETRIC, Config, Library, Properties, UniqueId
 
 _T = TypeVar("_T")
@@ -169,6 +170,24 @@ class Window:
                 f"NCCL gives no address of rank {peer}'s memory: it is not on this NVLink node, though the topology "
                 "says so; pass the topology of the job"
             )
+        return pointer.value
+
+    def multicast_address(self) -> int:
+        """Address at which a write reaches every rank's memory, and a ``multimem`` read sums it.
+
+        Collective, as the first call makes the multicast object; nobody may use the address before all ranks have
+        come back.
+
+        Raises
+        ------
+        CapabilityError
+            If the environment forbids multicast (NCCL is not asked then), or NCCL has none.
+        """
+        require("the window's multicast address")
+        pointer = ctypes.c_void_p()
+        self.library("ncclGetLsaMultimemDevicePointer", ctypes.c_void_p(self.windows[0]), 0, ctypes.byref(pointer))
+        if not pointer.value:
+            raise CapabilityError("NCCL gives no multicast address: the ranks' GPUs have no NVSwitch with NVLS")
         return pointer.value
 
     def abort(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tide.compiler.place import ArenaLayout
-from tide.compiler.schedule.reduce_scatter import CHUNK_ALIGNMENT
+from tide.compiler.schedule.chunks import CHUNK_ALIGNMENT
 from tide.compiler.steps import ARENA, SLOT_LANES, Buffer, Lane, Program, Put, Signal, Transfer
 from tide.errors import InputError, TransportError
 from tide.topology import Topology
@@ -30,8 +30,17 @@ from tide.transport.cuda.nccl import UINT8, SignalsAwaited
 from tide.transport.cuda.window import WireNeeds
 from tide.transport.cuda.words import VALUES, Words
 
-#: Lanes that may cross nodes, each with a context of its own, in this order.
-LANES = (Lane.FREE, Lane.WIRE, Lane.PARTIAL, Lane.WIRE_CREDIT)
+#: Lanes that may cross nodes, and the context of each. Partial sums go to their owners or are spread over the owner's
+#: node, by the same stream of a unit's program: the two kinds of lanes share a context.
+CONTEXTS = {
+    Lane.FREE: 0,
+    Lane.WIRE: 1,
+    Lane.PARTIAL: 2,
+    Lane.WIRE_CREDIT: 3,
+    Lane.SPREAD: 2,
+    Lane.SPREAD_CREDIT: 3,
+}
+LANES = tuple(CONTEXTS)
 #: How many communicators the lanes may be spread over: one, one for each collective, one for each lane.
 COMMUNICATORS = (1, 2, 4)
 #: Signal indices at most: NCCL keeps a counter for each of them, rank and context.
@@ -79,7 +88,7 @@ def needs_of(layout: ArenaLayout, communicators: int, words: bool = False) -> Wi
             f"the plan has {len(layout.slots)} slots, and puts between nodes need {per_slot} signal indices for each: "
             f"more than {MOST_SIGNALS}. Compile it with PlanOptions(slots=2) or so"
         )
-    return WireNeeds(len(LANES), signals, communicators, strict=words)
+    return WireNeeds(1 + max(CONTEXTS.values()), signals, communicators, strict=words)
 
 
 def segments(transfers: Sequence[Transfer]) -> list[Segment]:
@@ -229,13 +238,13 @@ class Wire:
         """Communicator, context and signal index of a lane."""
         if lane not in LANES:
             raise TransportError(f"signals {lane.name} do not cross nodes")
-        number, per_slot = LANES.index(lane), [each for each in LANES if each < SLOT_LANES]
+        context, per_slot = CONTEXTS[lane], [each for each in LANES if each < SLOT_LANES]
         if lane < SLOT_LANES:
             signal = slot * len(per_slot) + per_slot.index(lane)
         else:
             rest = [each for each in LANES if each >= SLOT_LANES]
             signal = len(self.layout.slots) * len(per_slot) + rest.index(lane)
-        return Channel(number * len(self.communicators) // len(LANES), number, signal)
+        return Channel(context * len(self.communicators) // (1 + max(CONTEXTS.values())), context, signal)
 
     def put(
         self, stream: int, peer: int, pieces: Sequence[tuple[int, int, int]], channel: Channel

@@ -35,7 +35,7 @@ UNWRITTEN = 0
 MARKS = 255
 
 #: Areas whose bytes are written once and read once, again and again.
-RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE})
+RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.SPREAD, Buffer.STAGED})
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -129,6 +129,8 @@ class Call:
         Slot of the unit.
     mark : int
         What it leaves on the bytes that it writes; the same on every rank of the group.
+    in_slot : bool
+        Whether the areas of a reduce-scatter are the unit's slot.
     blocks : dict of (Buffer, int) to Block
         Memory of this rank outside of the arena, by parameter.
     scale, divisor : float
@@ -144,6 +146,7 @@ class Call:
     blocks: dict[tuple[Buffer, int], Block] = field(default_factory=dict)
     scale: float = 1.0
     divisor: float = 1.0
+    in_slot: bool = False
 
 
 class Memory:
@@ -160,17 +163,24 @@ class Memory:
         # Signals are counters of the machine here, so their words need no memory.
         self.arenas = [Block.poisoned(compiled.arena.signals) for _ in range(compiled.topology.world_size)]
         self._pads: dict[str, npt.NDArray[np.bool_]] = {}
+        self.reset()
 
     def reset(self) -> None:
-        """Poisons every arena."""
+        """Poisons every arena, but for the area that holds zeros until something is put there."""
+        areas = self.compiled.arena.receive
         for arena in self.arenas:
             arena.reset()
+            arena.data[areas.spread : areas.spread + areas.spread_size] = 0
 
     def _area(self, call: Call, buffer: Buffer) -> tuple[int, int]:
         """Start in the arena and size of an area, as the program of ``call`` sees it."""
         areas = self.compiled.arena.receive
-        if buffer is Buffer.STORAGE:
+        if buffer is Buffer.SPREAD:  # never in a slot: what nobody writes there has to stay zero
+            return areas.spread, areas.spread_size
+        if buffer is Buffer.STORAGE or call.in_slot:
             return self.compiled.arena.slots[call.slot].offset, self.compiled.layouts[call.unit.name].size
+        if buffer is Buffer.STAGED:
+            return areas.staged, areas.staged_size
         if buffer is Buffer.RECEIVE:
             return areas.receive, areas.receive_size
         return (areas.partial if buffer is Buffer.PARTIAL else areas.wire), areas.wire_size
@@ -198,6 +208,28 @@ class Memory:
         if runs < 1 or length < 1 or region.offset < 0 or region.pitch < 0 or last > size:
             raise PlanError(f"{self.name(call, access)} on rank {rank}: out of bounds, the buffer has {size} bytes")
         return block, base + region.offset
+
+    def vacate(self, call: Call) -> None:
+        """Forgets what the slot of a call held on its rank: nobody reads it any more."""
+        start, size = self._area(call, Buffer.STORAGE)
+        arena = self.arenas[call.rank]
+        arena.marks[start : start + size] = UNWRITTEN
+        arena.data[start : start + size] = POISON
+
+    def check_read(self, call: Call) -> None:
+        """Raises if a reduce-scatter that has ended left something unread in the slot of its rank.
+
+        In a ring, the next write there would tell.
+        """
+        if not call.in_slot:
+            return
+        start, size = self._area(call, Buffer.STORAGE)
+        unread = np.flatnonzero(self.arenas[call.rank].marks[start : start + size] != UNWRITTEN)
+        if len(unread):
+            raise PlanError(
+                f"unit {call.unit.name!r}, {call.collective}, rank {call.rank}: byte {unread[0]} of the slot was "
+                "written, but never read"
+            )
 
     def padding(self, call: Call, access: Access) -> npt.NDArray[np.bool_] | None:
         """Which bytes of an access to storage are pads within the bundle, whose content is of no matter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -73,13 +73,19 @@ def whole_of(shards: Sequence[torch.Tensor], parameter: Parameter) -> torch.Tens
 
 
 def reference_reduce_scatter(
-    grads: Sequence[torch.Tensor], parameter: Parameter, team: Team, scale: float = 1.0, divisor: float = 1.0
+    grads: Sequence[torch.Tensor],
+    parameter: Parameter,
+    team: Team,
+    scale: float = 1.0,
+    divisor: float = 1.0,
+    wire_dtype: str = "float32",
+    by_switch: bool = False,
 ) -> list[torch.Tensor]:
     """Reduced shards of one parameter, summed in the order that the design documents.
 
     Each node sums its ranks' gradients in float32, in rank order. An owner on node ``n`` starts from
-    the sum of node ``n - 1``, adds those of ``n - 2``, ``n - 3``, … (all modulo the number of nodes) and
-    its own node's last; then come scale and divisor, and the rounding to ``out_dtype``.
+    its own node's sum and adds those of ``n - 1``, ``n - 2``, … (all modulo the number of nodes), rounded to
+    ``wire_dtype``; then come scale and divisor, and the rounding to ``out_dtype``.
 
     Parameters
     ----------
@@ -91,6 +97,11 @@ def reference_reduce_scatter(
         Positions of each node.
     scale, divisor : float
         Factors of the sum, in this order.
+    wire_dtype : str
+        Type in which sums travel between nodes.
+    by_switch : bool
+        The other nodes' sums come in groups, one sum a rank of the owner's node; each group is added up in rank
+        order, as where the switch is stood in for, with zeros for ranks that hold none.
 
     Returns
     -------
@@ -105,30 +116,42 @@ def reference_reduce_scatter(
             for position in row[1:]:
                 total = total + grads[position].to(torch.float32).numpy()
             sums.append(total)
+        carried = [torch.from_numpy(np.asarray(x)).to(to_torch(wire_dtype)).float().numpy() for x in sums]
         for node, row in enumerate(team.grid):
-            others = [(node - 1 - j) % team.nodes for j in range(team.nodes - 1)]
-            if others:
-                total = sums[others[0]].copy()
-                for other in others[1:]:
-                    total = total + sums[other]
-                total = total + sums[node]
-            else:
+            for local, position in enumerate(row):
                 total = sums[node].copy()
-            scale_and_divide(total, scale, divisor)
-            rounded = torch.from_numpy(np.asarray(total)).to(to_torch(parameter.out_dtype))
-            shards = split(rounded, parameter.dim, team.size)
-            for position in row:
-                out[position] = shards[position]
+                for group in _groups(carried, node, local, team.per_node) if by_switch else ():
+                    total = total + sum(group[1:], start=group[0])
+                for j in range(1, 1 if by_switch else team.nodes):
+                    total = total + carried[(node - j) % team.nodes]
+                scale_and_divide(total, scale, divisor)
+                rounded = torch.from_numpy(np.asarray(total)).to(to_torch(parameter.out_dtype))
+                out[position] = split(rounded, parameter.dim, team.size)[position]
     return out
 
 
+def _groups(
+    carried: Sequence[npt.NDArray[np.float32]], node: int, local: int, ranks: int
+) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """What each rank of a node holds for one of them, group by group."""
+    others = len(carried) - 1
+    for first in range(0, others, ranks):
+        backs = [first + (rank - local) % ranks for rank in range(ranks)]
+        yield [carried[(node - 1 - j) % len(carried)] if j < others else np.zeros_like(carried[0]) for j in backs]
+
+
 def error_bound(
-    grads: Sequence[torch.Tensor], parameter: Parameter, scale: float = 1.0, divisor: float = 1.0
+    grads: Sequence[torch.Tensor],
+    parameter: Parameter,
+    scale: float = 1.0,
+    divisor: float = 1.0,
+    wire_dtype: str = "float32",
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """The whole result in float64, and how far any float32 sum of fixed order may be from it.
 
     ``n`` gradients take ``n - 1`` roundings of partial sums that are bounded by the sum of magnitudes,
-    one more for each factor, and one to the output's type.
+    one more for each factor, and one to the output's type. Sums that travel between nodes in a narrower type are
+    rounded once more, by half a unit in its last place, and bounded by the sum of magnitudes too.
 
     Parameters
     ----------
@@ -138,13 +161,17 @@ def error_bound(
         For the type of the output.
     scale, divisor : float
         Factors of the sum.
+    wire_dtype : str
+        Type in which sums travel between nodes.
     """
     values = np.stack([grad.to(torch.float64).numpy() for grad in grads])
     factor = float(np.float32(scale)) / float(np.float32(divisor))
     exact = values.sum(axis=0) * factor
     magnitude = np.abs(values).sum(axis=0) * abs(factor)
     unit = 2.0**-24
-    bound = (len(grads) + 2) * unit * magnitude + 2.0**-149
+    wire = torch.finfo(to_torch(wire_dtype))
+    carried = 0.0 if wire_dtype == "float32" else wire.eps / 2 * (1 + len(grads) * unit)
+    bound = ((len(grads) + 2) * unit + carried) * magnitude + len(grads) * wire.smallest_normal * wire.eps
     info = torch.finfo(to_torch(parameter.out_dtype))
     rounding = info.eps / 2 * (np.abs(exact) + bound) + info.smallest_normal * info.eps
     return exact, bound + rounding

@@ -20,7 +20,7 @@ from tide.torch_types import to_torch
 from tide.transport.simulated.checks import ByIndex, by_index, check_outputs, check_tensor, free_gradients
 from tide.transport.simulated.lower import cuts, enqueue
 from tide.transport.simulated.machine import EndItem, Event, HoldItem, Machine, TraceEvent, Work
-from tide.transport.simulated.memory import MARKS, Access, Block, Call, bytes_of
+from tide.transport.simulated.memory import MARKS, Access, Block, Bytes, Call, bytes_of
 from tide.transport.simulated.parts import Inspect, Part, Site, Source
 from tide.transport.simulated.reference import (
     random_tensor,
@@ -111,6 +111,7 @@ class Simulation:
         self._random = Random(f"cuts {seed}")
         self._gathered: dict[tuple[int, int], _Gathered] = {}
         self._vacated: dict[tuple[int, int], Event] = {}
+        self._reduced: dict[tuple[int, int], Event] = {}  # by (rank, slot): end of the last reduce-scatter there
         self._calls: dict[tuple[str, str], int] = {}
         self._slot_calls: dict[int, int] = {}
         self._wholes: dict[tuple[str, int], tuple[list[torch.Tensor], list[list[torch.Tensor]]]] = {}
@@ -256,16 +257,14 @@ class Simulation:
             for index in range(len(unit.parameters)):
                 block = Block.of(shards[index][position], call.mark)
                 call.blocks[Buffer.SHARD, index] = self.machine.keep(block)
-            vacated = self._vacated.get((rank, call.slot))
-            end, _ = enqueue(
-                self.machine,
-                call,
-                self.compiled.program(unit.name, "all_gather", rank),
-                [vacated] if vacated is not None else [],
-                self.pieces,
-                self._random,
-            )
+            program = self.compiled.program(unit.name, "all_gather", rank)
+            after = self._slot_users(rank, call.slot)
+            end, _ = enqueue(self.machine, call, program, after, self.pieces, self._random)
             self._gathered[rank, call.slot] = _Gathered(unit.name, call, end, wholes)
+
+    def _slot_users(self, rank: int, slot: int) -> list[Event]:
+        """What has to have ended before a rank's slot is used again."""
+        return [users[rank, slot] for users in (self._vacated, self._reduced) if (rank, slot) in users]
 
     def _shards(self, unit: Unit, number: int, owners: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
         """Whole parameters of a shard group in storage type, and their shards by parameter and owner."""
@@ -346,7 +345,15 @@ class Simulation:
         named = None if list(subset) == trainable else tuple(subset)
         team = self.compiled.context(unit.name, group[0]).team
         expected = {
-            index: reference_reduce_scatter([row[index] for row in grads], unit.parameters[index], team, scale, divisor)
+            index: reference_reduce_scatter(
+                [row[index] for row in grads],
+                unit.parameters[index],
+                team,
+                scale,
+                divisor,
+                self.compiled.options.wire_dtype,
+                unit.name in self.compiled.spread,
+            )
             for index in subset
         }
         for position, rank in enumerate(group):
@@ -367,12 +374,21 @@ class Simulation:
             # Gradients exist from this point of the compute stream on.
             ready = self.machine.event(f"gradients of {unit.name!r} on rank {rank}", 1)
             self.machine.actor(rank, COMPUTE).items.append(EndItem(ready))
-            program = self.compiled.program(unit.name, "reduce_scatter", rank, named)
-            end, released = enqueue(self.machine, call, program, [ready], self.pieces, self._random)
+            vacant = (rank, call.slot) not in self._gathered
+            program = self.compiled.program(unit.name, "reduce_scatter", rank, named, in_slot=vacant)
+            after = [ready, *self._slot_users(rank, call.slot)] if program.in_slot else [ready]
+            end, released = enqueue(self.machine, call, program, after, self.pieces, self._random)
+            if program.in_slot:
+                self._reduced[rank, call.slot] = end
             released.action = partial(free_gradients, call)
             wanted = {index: bytes_of(shards[position].contiguous()) for index, shards in expected.items()}
-            end.action = partial(check_outputs, call, wanted)
+            end.action = partial(self._ended, call, wanted)
             self._outs[unit.name, rank] = outs
+
+    def _ended(self, call: Call, wanted: Mapping[int, Bytes]) -> None:
+        """Checks what a reduce-scatter leaves."""
+        self.machine.memory.check_read(call)
+        check_outputs(call, wanted)
 
     # Running -----------------------------------------------------------------------------------
 
@@ -409,6 +425,7 @@ class Simulation:
         machine.drive()
         machine.forget()
         self._vacated.clear()
+        self._reduced.clear()
         wholes = {}
         for (rank, _), gathered in self._gathered.items():
             unit = gathered.call.unit
