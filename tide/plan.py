@@ -63,8 +63,8 @@ def compile_plan(
     rank : int, optional
         The rank that holds this plan; the process group's, else ``$RANK``, else 0.
     options : PlanOptions, optional
-        Slots, bundling, chunking, routes. With ``multicast="auto"`` and a process group of the topology's size the
-        call is collective: multicast is off unless every rank can use it.
+        Slots, bundling, chunking, routes. With ``multicast="auto"`` or ``switch_reduce="auto"`` and a process group
+        of the topology's size the call is collective: both are off unless every rank's switch can.
 
     Returns
     -------
@@ -482,7 +482,7 @@ class Plan:
 
 def _settled(options: PlanOptions, topology: Topology) -> PlanOptions:
     """Asks the ranks of a running job what their switch can do, where the plan depends on it."""
-    if options.multicast != "auto":
+    if "auto" not in (options.multicast, options.switch_reduce):
         return options
     from tide.transport.switch import settled
 

@@ -253,11 +253,17 @@ _RAW = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64":
 _TYPES = {**_TORCH, **_RAW}
 
 
-def run_table(words: np.ndarray, launch: Launch, constants: dict[str, Any], scalars: tuple[float, ...]) -> None:
-    """What a kernel does with a table, program by program."""
+def run_table(
+    words: np.ndarray,
+    launch: Launch,
+    constants: dict[str, Any],
+    scalars: tuple[float, ...],
+    behind: Callable[[int], list[int]],
+) -> None:
+    """What a kernel does with a table, program by program; ``behind`` tells what a multicast address reads."""
     sizes, division = launch.job.division.sizes, launch.job.division
     width = HEADER_WORDS + 2 * len(sizes)
-    dst_type, src_type = (_TYPES[str(constants[key])] for key in ("DST", "SRC"))
+    dst_type, src_type = (_TYPES[str(constants.get(key, "fp32"))] for key in ("DST", "SRC"))
     pieces = constants.get("PIECES", 1)
     for program, kind in itertools.product(range(launch.programs), range(len(KINDS))):
         at = program * PROGRAM_WORDS + 3 * kind
@@ -279,7 +285,8 @@ def run_table(words: np.ndarray, launch: Launch, constants: dict[str, Any], scal
                     target = address * unit, where.ravel(), size
                     continue
                 dtype = torch.float32 if operand > pieces else src_type
-                values.append(_gather(address * unit, where.ravel(), dtype))
+                first, *others = [_gather(at, where.ravel(), dtype) for at in behind(address * unit)]
+                values.append(sum(others, start=first))
             _scatter(*target, _combine(values, pieces, dst_type, src_type, scalars))
             tile, segment = stop, segment + 1
 
@@ -323,11 +330,13 @@ def fake_kernels(machine: Machine, rank_of_stream: Callable[[int], int]) -> Iter
         constants = dict(variant.constants)
 
         def start(stream: int) -> None:
+            rank = rank_of_stream(stream)
+
             def run() -> bool:
-                run_table(part.numpy(), launch, constants, scalars)
+                run_table(part.numpy(), launch, constants, scalars, lambda address: machine.behind(rank, address))
                 return True
 
-            machine.put(rank_of_stream(stream), stream, run)
+            machine.put(rank, stream, run)
 
         return start
 
@@ -359,7 +368,7 @@ class Cluster:
         self.memory = [torch.full((size + 4096,), 0xEE, dtype=torch.uint8) for _ in range(world)]
         addresses = {rank: align(memory.data_ptr(), 4096) for rank, memory in enumerate(self.memory)}
         for address in addresses.values():
-            start = compiled.arena.signals
+            start = compiled.arena.zeroed
             ctypes.memset(address + start, 0, size - start)
         self.kept: list[object] = []
         self.sessions = []

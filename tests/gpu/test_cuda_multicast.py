@@ -13,16 +13,24 @@ from tide.errors import CapabilityError, InputError
 from tide.topology import Topology
 from tide.transport.cuda import Settings
 from tide.transport.cuda.describe import describe
+from tide.transport.simulated import reference_reduce_scatter
 
 OPTIONS = PlanOptions(
-    chunk_bytes=512, put_bytes=4096, bundle_bytes=64, min_run_bytes=16, piece_bytes=512, multicast="on"
+    switch_reduce="on",
+    chunk_bytes=512,
+    put_bytes=4096,
+    bundle_bytes=64,
+    min_run_bytes=16,
+    piece_bytes=512,
+    multicast="on",
 )
 SHAPES = {"a": (48, 48), "b": (37, 50), "c": (5,), "d": (3,)}
+OUT_DTYPES = {"b": "bfloat16"}
 TOPOLOGIES = [Topology(1, 2), Topology(1, 4), Topology(2, 2, virtual=True), Topology(3, 2, virtual=True)]
 
 
 def compiled_for(topology: Topology) -> Compiled:
-    rows = tuple(Parameter(name, shape) for name, shape in SHAPES.items())
+    rows = tuple(Parameter(name, shape, out_dtype=OUT_DTYPES.get(name, "float32")) for name, shape in SHAPES.items())
     return compile_spec(ModelSpec((Unit("u", rows, Mesh((tuple(range(topology.world_size)),))),)), topology, OPTIONS)
 
 
@@ -46,6 +54,50 @@ def gather(made: Cluster, turn: int) -> None:
             assert torch.equal(found.view(torch.int16), whole.bfloat16().view(torch.int16)), f"rank {session.rank}"
         session.release("u")
     made.machine.finish()
+
+
+def reduce(made: Cluster, turn: int) -> None:
+    """Reduces new gradients on all ranks and compares them, bit by bit, with what the simulator's reference says."""
+    compiled, made_out = made.compiled, []
+    unit, world = compiled.spec.unit("u"), compiled.topology.world_size
+    grads = [
+        [
+            torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * turn + 10 * rank + i)).bfloat16()
+            for i, p in enumerate(unit.parameters)
+        ]
+        for rank in range(world)
+    ]
+    made.kept.append(grads)
+    for session in made.sessions:
+        outs = session.new_outs("u", range(len(SHAPES)), "cpu")
+        session.reduce_scatter("u", dict(enumerate(grads[session.rank])), outs, 0.5, float(world)).wait()
+        made_out.append(outs)
+    made.machine.finish()
+    team, switched = compiled.context("u", 0).team, "u" in compiled.spread
+    for i, p in enumerate(unit.parameters):
+        expected = reference_reduce_scatter([row[i] for row in grads], p, team, 0.5, float(world), "float32", switched)
+        for rank, outs in enumerate(made_out):
+            assert torch.equal(outs[i].flatten(), expected[rank].flatten()), f"rank {rank}, {p.name}"
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2, virtual=True), Topology(3, 2, virtual=True)], ids=str)
+@pytest.mark.parametrize("multicast", ["switch", "standin"])
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_through_address_and_stand_in(topology: Topology, multicast: str, seed: int) -> None:
+    """The sum kernel reads the multicast address of the fake machine, or the accumulate kernel all peers' memory."""
+    compiled = compiled_for(topology)
+    assert compiled.spread == {"u"}
+    with cluster(compiled, Machine(seed), settings=Settings(4, 4, multicast=multicast)) as made:
+        for turn in range(3):
+            reduce(made, turn)
+        kernels = {
+            launch.job.variant(0).kernel.__name__
+            for session in made.sessions
+            for lowered in session.transport._lowered.values()  # type: ignore[attr-defined]
+            for launches in lowered.sets["rs.fold"].launches
+            for launch in launches
+        }
+        assert kernels == {"switch_reduce_kernel" if multicast == "switch" else "accumulate_kernel"}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)

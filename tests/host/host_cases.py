@@ -130,6 +130,11 @@ CASES = {
     "mixed": Case((MIXED,)),
     "mixed, tight": Case((MIXED,), PlanOptions(receive_depth=2, **TIGHT)),
     "dense, multicast": Case((block("dense.0"), UNEVEN), PlanOptions(slots=1, multicast="on", **TIGHT)),
+    "mixed, switch": Case((MIXED, UNEVEN), PlanOptions(receive_depth=2, switch_reduce="on", **TIGHT)),
+    "dense, switch in slots": Case(
+        (block("dense.0"), block("dense.1")),
+        PlanOptions(slots=1, slot_reuse=True, switch_reduce="on", multicast="on", **TIGHT),
+    ),
     "frozen": Case((FROZEN, block("dense", grad_dtype=None), UNEVEN), PlanOptions(slots=2)),
     "slots": Case((block("dense.0"), DIMS, block("dense.2")), PlanOptions(slots=1, slot_reuse=True)),
     "slots, tight": Case((block("dense.0"), EXPERTS), PlanOptions(slots=2, slot_reuse=True, **TIGHT)),
@@ -161,10 +166,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def reference_sum(pieces: list[torch.Tensor], team: Team, owner: int) -> torch.Tensor:
+def reference_sum(pieces: list[torch.Tensor], team: Team, owner: int, by_switch: bool = False) -> torch.Tensor:
     """Float32 sum of one owner's pieces (by position) in the order that a plan promises.
 
-    Within a node rank by rank; the own node's sum, then the other nodes', nearest predecessor first.
+    Within a node rank by rank; the own node's sum, then the other nodes', nearest predecessor first. By the switch,
+    as the host transport stands in for it, these come in groups, each summed over the ranks that hold them.
     """
 
     def node_sum(node: int) -> torch.Tensor:
@@ -175,10 +181,17 @@ def reference_sum(pieces: list[torch.Tensor], team: Team, owner: int) -> torch.T
         assert total is not None
         return total
 
-    own, _ = team.seat(owner)
-    total = node_sum(own)
-    for j in range(1, team.nodes):
-        total = total + node_sum((own - j) % team.nodes)
+    own, local = team.seat(owner)
+    total, others = node_sum(own), [node_sum((own - j) % team.nodes) for j in range(1, team.nodes)]
+    if by_switch:
+        groups = [others[first : first + team.per_node] for first in range(0, len(others), team.per_node)]
+        others = []
+        for group in groups:
+            places = group + [torch.zeros_like(total)] * (team.per_node - len(group))
+            turned = [places[(rank - local) % team.per_node] for rank in range(team.per_node)]
+            others.append(sum(turned[1:], start=turned[0]))
+    for other in others:
+        total = total + other
     return total
 
 

@@ -20,6 +20,7 @@ from tide.compiler.steps import (
     Region,
     Signal,
     Stream,
+    Sum,
     SwitchReduce,
     Transfer,
     Wait,
@@ -104,11 +105,12 @@ def switch_job(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     sync = tuple(Signal(p, Lane.ARRIVED) for p in both) + tuple(Wait(p, Lane.ARRIVED) for p in both)
     mine = Cast(Region(Buffer.SHARD, 0, 0), partial(rank * 4 * count), 1, count, "float32", "float32")
+    total = Sum((partial(),), "float32", None, Region(Buffer.OUT, 0, 0), "float32", 1, 2 * count)
     steps = (
         Place((mine,)),
         Multicast(both, (Transfer(partial(rank * 4 * count), partial(rank * 4 * count), 1, 4 * count),)),
         *sync,
-        SwitchReduce(both, partial(), Region(Buffer.OUT, 0, 0), 2 * count, True),
+        SwitchReduce(both, both, (total,), True),
         *sync,
     )
     shard, out = values((count,), "float32", rank), torch.empty(2 * count)

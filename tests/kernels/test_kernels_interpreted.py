@@ -308,22 +308,40 @@ def test_switch_reduce(backend: Backend, monkeypatch):
     monkeypatch.setattr(
         InterpreterBuilder, "create_inline_asm", lambda _, *arguments: stand_in.create_inline_asm(*arguments)
     )
-    out = torch.zeros(4096)
-    blocks = [(1, 701, 1, 1, 0, 0), (5, 48, 2000, 1000, 64, 52), (3, 7, 3000, 2001, 9, 7)]
-    items = [
-        backend.switch_reduce.SwitchItem(
-            multicast + 4 * src, out.data_ptr() + 4 * dst, runs, count, src_pitch, dst_pitch
-        )
-        for runs, count, src, dst, src_pitch, dst_pitch in blocks
-    ]
-    backend.switch_reduce.SwitchReduceTable(items, tuning=small(backend, ctas=4)).launch(divisor=3.0)
-    expected = torch.zeros(4096)
-    for runs, count, src, dst, src_pitch, dst_pitch in blocks:
-        parts = [rank[src:].as_strided((runs, count), (src_pitch, 1)) for rank in partials]
-        target = expected[dst:].as_strided((runs, count), (dst_pitch, 1))
-        switch_reduce_reference(parts, target, divisor=3.0)
-    assert torch.equal(out, expected)
+    blocks = [(1, 701, 1, 1, 0, 0), (5, 48, 2000, 1000, 64, 56), (3, 7, 3000, 2001, 9, 7)]
+    for dtype, based in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
+        out, running = torch.zeros(4096, dtype=dtype), torch.randn(4096)
+        items = [
+            backend.switch_reduce.SwitchItem(
+                multicast + 4 * src,
+                out.data_ptr() + dtype.itemsize * dst,
+                runs,
+                count,
+                src_pitch,
+                dst_pitch,
+                running.data_ptr() + 4 * dst if based else 0,
+                dst_pitch,
+                dst_dtype=dtype,
+            )
+            for runs, count, src, dst, src_pitch, dst_pitch in blocks
+        ]
+        backend.switch_reduce.SwitchReduceTable(items, tuning=small(backend, ctas=4)).launch(divisor=3.0)
+        expected = torch.zeros(4096, dtype=dtype)
+        for runs, count, src, dst, src_pitch, dst_pitch in blocks:
+            parts = [rank[src:].as_strided((runs, count), (src_pitch, 1)) for rank in partials]
+            target, base = (x[dst:].as_strided((runs, count), (dst_pitch, 1)) for x in (expected, running))
+            switch_reduce_reference(parts, target, base if based else None, divisor=3.0)
+        assert torch.equal(out, expected), (dtype, based)
     assert set(stand_in.seen) == {1, 4}
+
+
+def test_switch_reduce_takes_no_other_type(backend: Backend, monkeypatch):
+    """Of bfloat16 operands the switch returns a bfloat16 sum: never for an fp32 shard."""
+    for name in OFF:
+        monkeypatch.delenv(name, raising=False)
+    item = backend.switch_reduce.SwitchItem(1 << 44, 1 << 20, 1, 8, 0, 0, src_dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"item 0: the switch sums float32; .* rounded to torch.bfloat16"):
+        backend.switch_reduce.SwitchReduceTable([item], tuning=small(backend))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_deepseek_v3(nodes: int, experts: int) -> None:
 def test_the_arena_is_accounted_for_in_full() -> None:
     compiled = public("Qwen3-30B-A3B", 2, 8)
     found = memory(compiled, 0)
-    names = ("slots", "receive area", "partial and wire areas", "signals")
+    names = ("slots", "receive area", "partial and wire areas", "spread area", "signals")
     assert sum(found.row(name).tide for name in names) == compiled.arena.size
     assert found.tide == sum(row.tide for row in found.rows)
     assert found.stock == sum(row.stock for row in found.rows)

@@ -151,6 +151,7 @@ def plans(draw: st.DrawFn) -> Compiled:
             )
         )
     route, multicast = draw(st.sampled_from((*((route, "off") for route in ROUTES), ("push", "on"))))
+    switch_reduce = draw(st.sampled_from(("off", "on", "auto")))
     options = PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 512))),
@@ -159,7 +160,8 @@ def plans(draw: st.DrawFn) -> Compiled:
         put_bytes=4096,
         route=route,
         slot_reuse=route == "push" and draw(st.booleans()),
-        wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
+        wire_dtype="float32" if switch_reduce == "on" else draw(st.sampled_from(("float32", "bfloat16"))),
+        switch_reduce=switch_reduce,
         multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 512, 4096))),
         chunk_bytes=draw(st.sampled_from((None, 256, 256, 320, 1024))),

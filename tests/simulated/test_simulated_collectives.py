@@ -88,8 +88,9 @@ def test_given_tensors_come_back_whole_and_reduced(compiled: Compiled, seed: int
         team = compiled.context(unit.name, group[0]).team
         for i in subset:
             parameter, column = unit.parameters[i], [grads[rank][i] for rank in group]
-            expected_shards = reference_reduce_scatter(column, parameter, team, scale, divisor)
-            exact, bound = error_bound(column, parameter, scale, divisor, compiled.options.wire_dtype)
+            wire, by_switch = compiled.options.wire_dtype, unit.name in compiled.spread
+            expected_shards = reference_reduce_scatter(column, parameter, team, scale, divisor, wire, by_switch)
+            exact, bound = error_bound(column, parameter, scale, divisor, wire)
             near = _chunks(torch.from_numpy(exact), parameter.dim, len(group))
             room = _chunks(torch.from_numpy(bound), parameter.dim, len(group))
             for position, rank in enumerate(group):

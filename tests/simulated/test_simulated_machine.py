@@ -113,11 +113,12 @@ def test_switch_reduce_sums_the_partials_of_all_ranks_in_order() -> None:
                 *((Region(Buffer.GRAD, 0, 0),), "bfloat16", None, Region(Buffer.PARTIAL, 0, 0), "float32", 1, 30)
             )
             out = Region(Buffer.OUT, 0, 0)
+            own = Sum((Region(Buffer.PARTIAL, 0, me * 40),), "float32", None, out, out_dtype, 1, 10)
             steps[rank] = [
                 Accumulate((whole,), False),
                 *(Signal(peer, Lane.SUMMED) for peer in peers),
                 *(Wait(peer, Lane.SUMMED) for peer in peers),
-                SwitchReduce((0, 1, 2), Region(Buffer.PARTIAL, 0, me * 40), out, 10, True),
+                SwitchReduce((0, 1, 2), (0, 1, 2), (own,), True),
                 *(Signal(peer, Lane.CREDIT) for peer in peers),
                 *(Wait(peer, Lane.CREDIT) for peer in peers),
             ]

@@ -172,6 +172,44 @@ def test_demand_is_what_the_plan_needs() -> None:
     assert cuda_multicast.demand(one_unit(Topology(1, 8), AUTO, rows=1 << 16)) is None
 
 
+def test_demand_of_sums_in_the_switch() -> None:
+    def demand(topology: Topology, **options: str) -> str | None:
+        return cuda_multicast.demand(one_unit(topology, PlanOptions(**options)))  # type: ignore[arg-type]
+
+    assert demand(Topology(2, 2), switch_reduce="on") == "switch_reduce='on'"
+    assert demand(Topology(1, 4), switch_reduce="on") is None
+    needed = demand(Topology(8, 8), switch_reduce="auto")
+    assert needed is not None
+    assert "reduced through the switch" in needed
+    assert demand(Topology(8, 8, links="host"), switch_reduce="auto") is None
+
+
+def test_report_names_the_sums_in_the_switch_and_the_reason() -> None:
+    shapes = {"w": ((640, 64), "float32")}
+
+    def text(topology: Topology, **options: str) -> str:
+        plan = tide.compile_plan(shapes, topology=topology, options=PlanOptions(**options), rank=0)  # type: ignore[arg-type]
+        return " ".join(str(plan.report()).split())
+
+    found = text(Topology(4, 2), switch_reduce="on")
+    assert "push + put + switch" in found
+    assert "summed in the switch, up to 2 at a time: 4 nodes" in found
+    assert "spread area" in found
+    found = text(Topology(4, 2, links="host"), switch_reduce="auto")
+    assert "no sums in the switch: the topology's switch makes none" in found
+
+
+def test_clock_runs_sums_in_the_switch() -> None:
+    from tide.compiler.clock import clock
+
+    for scope in ("rank", "node", "group"):
+        compiled = one_unit(Topology(4, 2), PlanOptions(switch_reduce="on"))
+        course = clock(compiled, "u", "reduce_scatter", 0, scope)
+        assert course.assumed == 0, scope
+        assert any(event.kind == "switch_reduce" for event in course.events[0])
+        assert course.seconds > 0
+
+
 def test_offline_plans_stay_auto() -> None:
     assert settled(AUTO, Topology(8, 8)) is AUTO
     assert settled(ON, Topology(1, 2)) is ON
@@ -182,7 +220,9 @@ def settle_on_ranks(rank: int, world: int, able: tuple[int, ...]) -> tuple[str, 
 
     if able:
         switch._unavailable = lambda topology: None if rank in able else "no switch here"  # type: ignore[assignment]
-    here, elsewhere = settled(AUTO, Topology(1, world)), settled(AUTO, Topology(8, 8))
+    both = replace(AUTO, switch_reduce="auto")
+    here, elsewhere = settled(both, Topology(1, world)), settled(both, Topology(8, 8))
+    assert here.switch_reduce == here.multicast, f"{here.switch_reduce} beside {here.multicast}"
     torch.manual_seed(0)
     plan = tide.compile_plan({"w": ((64, 64), "float32")}, topology=Topology(1, world), options=AUTO)
     return here.multicast, elsewhere.multicast, plan.digest

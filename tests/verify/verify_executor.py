@@ -27,6 +27,7 @@ from tide.compiler.steps import (
     Put,
     Region,
     Signal,
+    SwitchReduce,
     Wait,
 )
 
@@ -92,7 +93,7 @@ class Execution:
     def _buffer(self, position: int, number: int, buffer: Buffer, index: int) -> dict[int, Byte]:
         """Bytes of a buffer; what the caller brings or takes away is of one collective, the arena is not."""
         own = buffer in ARENA
-        if own and self.in_slot:
+        if own and self.in_slot and buffer is not Buffer.SPREAD:
             buffer = Buffer.STORAGE
         return self.memory[position, buffer, index, -1 if own else number]
 
@@ -200,8 +201,27 @@ class Execution:
                         if step.final:
                             value = ("final", value)
                         self._store(me, number, s.dst, run, i * dst, dst, value)
+        elif isinstance(step, SwitchReduce):
+            for s in step.sums:
+                dst = itemsize(s.dst_dtype)
+                for run in range(s.runs):
+                    for i in range(s.count):
+                        value = frozenset(self._held(peer, s.srcs[0], run, i) for peer in step.peers) - {None}
+                        if s.base is not None:
+                            value = (self._load(me, number, s.base, run, i * 4, 4), value)
+                        if step.final:
+                            value = ("final", value)
+                        self._store(me, number, s.dst, run, i * dst, dst, value)
         else:
             raise NotImplementedError(step)
+
+    def _held(self, peer: int, region: Region, run: int, element: int) -> Byte:
+        """What the switch reads of a rank; None for the zeros of a place that was never written."""
+        memory = self._buffer(peer, 0, region.buffer, region.index)
+        start = region.offset + run * region.pitch + element * 4
+        if not any(start + byte in memory for byte in range(4)):
+            return None
+        return self._read(memory, start, 4)
 
     def _load(self, me: int, number: int, region: Region, run: int, offset: int, size: int) -> Byte:
         memory = self._buffer(me, number, region.buffer, region.index)
@@ -245,13 +265,17 @@ class Execution:
             for row in range(table.outer):
                 for column in range(run):
                     element = row * table.pitch + int(table.offset[position]) + column
-                    want: Byte = None
-                    for turn in range(team.nodes):
-                        of = (node - turn) % team.nodes
-                        pieces = tuple(("g", number, rank, index, element) for rank in team.grid[of])
-                        want = pieces if want is None else (want, pieces)
-                        if turn == team.nodes - 1:
-                            want = ("final", want)
+                    sums = [
+                        tuple(("g", number, rank, index, element) for rank in team.grid[(node - turn) % team.nodes])
+                        for turn in range(team.nodes)
+                    ]
+                    want, others = sums[0], sums[1:]
+                    if self.unit.name in self.compiled.spread:  # the switch's order is its own
+                        many = team.per_node
+                        others = [frozenset(others[at : at + many]) for at in range(0, len(others), many)]
+                    for other in others:
+                        want = (want, other)
+                    want = ("final", want)
                     found = self._read(memory, (row * run + column) * size, size)
                     if found != want:
                         raise WrongError(f"position {position}, {p.name}[{element}] is {found}, not {want}")

@@ -132,8 +132,10 @@ def out_of_bounds(compiled: Compiled, rng: random.Random, collective: str) -> tu
         Buffer.STORAGE: compiled.layouts[spot.unit].size,
         Buffer.RECEIVE: areas.receive_size,
         Buffer.WIRE: areas.wire_size,
+        Buffer.SPREAD: areas.spread_size,
     }[old.dst.buffer]
-    if collective == RS and compiled.program(spot.unit, RS, spot.rank).in_slot:
+    in_slot = collective == RS and compiled.program(spot.unit, RS, spot.rank).in_slot
+    if in_slot and old.dst.buffer is not Buffer.SPREAD:
         limit = compiled.layouts[spot.unit].size
     transfers[at] = old._replace(dst=old.dst._replace(offset=limit - old.length + 2))
     return (

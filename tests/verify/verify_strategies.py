@@ -34,6 +34,7 @@ def parameters(draw: st.DrawFn, name: str, largest: int = 12) -> Parameter:
 def options(draw: st.DrawFn) -> PlanOptions:
     """Small limits, so that small parameters exercise batches, bundles and rings."""
     route, multicast = draw(st.sampled_from((("push", "off"), ("push", "on"), ("push", "auto"), ("pull", "off"))))
+    switch_reduce = draw(st.sampled_from(("off", "on", "auto")))
     return PlanOptions(
         slots=draw(st.sampled_from((None, 1, 2))),
         alignment=draw(st.sampled_from((16, 64, 512))),
@@ -42,7 +43,8 @@ def options(draw: st.DrawFn) -> PlanOptions:
         put_bytes=4096,
         route=route,
         slot_reuse=route == "push" and draw(st.booleans()),
-        wire_dtype=draw(st.sampled_from(("float32", "float32", "bfloat16"))),
+        wire_dtype="float32" if switch_reduce == "on" else draw(st.sampled_from(("float32", "bfloat16"))),
+        switch_reduce=switch_reduce,
         multicast=multicast,
         piece_bytes=draw(st.sampled_from((512, 4096))),
         chunk_bytes=draw(st.sampled_from((256, 256, 512, None))),

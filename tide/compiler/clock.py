@@ -7,7 +7,7 @@ latency (alpha) plus its bytes over a rate (beta)::
     Multicast            switch_latency + copies · copy_latency + ranks of the node · bytes / copy_engine
     Put                  network_latency          + bytes / network
     Place, Accumulate    kernel_latency           + bytes read and written / memory
-    SwitchReduce         kernel_latency           + bytes / copy_engine
+    SwitchReduce         kernel_latency + switch_latency + ranks of the node · bytes / copy_engine
     Signal → Wait        signal_latency within a node, network_latency between nodes, none to oneself
 
 The steps of a stream follow each other, streams run side by side, and a wait ends when its signals
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
-from tide.compiler.rates import copy_seconds, multicast_seconds
+from tide.compiler.rates import copy_seconds, multicast_seconds, switch_seconds
 from tide.compiler.schedule.rails import put_batches, rail_steps
 from tide.compiler.schedule.unit import UnitContext
 from tide.compiler.steps import (
@@ -57,8 +57,8 @@ GROUP_RANKS = 16
 NODE_STEPS = 25_000
 
 #: Lanes of signals that a put carries, and of the signals that allow the put.
-_CARRIED = (Lane.WIRE, Lane.PARTIAL)
-_ALLOWING = (Lane.FREE, Lane.WIRE_CREDIT)
+_CARRIED = (Lane.WIRE, Lane.PARTIAL, Lane.SPREAD)
+_ALLOWING = (Lane.FREE, Lane.WIRE_CREDIT, Lane.SPREAD_CREDIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +379,8 @@ def _cost(step: Step, links: Links) -> tuple[float, int]:
         )
         return links.kernel_latency + nbytes / links.memory, nbytes
     if isinstance(step, SwitchReduce):
-        nbytes = step.count * 4
-        return links.kernel_latency + nbytes / links.copy_engine, nbytes
+        nbytes = sum(total.runs * total.count * 4 for total in step.sums)
+        return switch_seconds(links, len(step.peers), nbytes), nbytes
     raise InputError(f"no cost for a step of type {type(step).__name__}")
 
 

@@ -15,9 +15,12 @@ from tide.compiler.schedule import (
     all_gather_program,
     arena_chunk,
     bundle_of,
+    chunk_elements,
     reduce_scatter_program,
     slot_areas,
 )
+from tide.compiler.schedule.routes import by_switch
+from tide.compiler.schedule.switch import spread_places
 from tide.compiler.steps import Program
 from tide.errors import InputError
 from tide.topology import Team, Topology, team_of
@@ -55,6 +58,8 @@ class Compiled:
         Hash of everything above: equal on two ranks if and only if they hold the same plan.
     beside : tuple of str
         Units that need the arena's areas although the plan reuses slots: their gradients do not fit.
+    spread : frozenset of str
+        Units whose partial sums are summed in the switch.
     """
 
     spec: ModelSpec
@@ -64,6 +69,7 @@ class Compiled:
     arena: ArenaLayout
     digest: str
     beside: tuple[str, ...] = ()
+    spread: frozenset[str] = frozenset()
     overrides: Mapping[tuple[str, str, int], Program] = field(default_factory=dict)
     _signatures: dict[str, int] = field(default_factory=dict)
     _teams: dict[tuple[Mesh, int], Team] = field(default_factory=dict)
@@ -96,6 +102,7 @@ class Compiled:
             self.topology.links,
             fills_nodes=team.per_node == self.topology.gpus_per_node > 1,
             slot_bytes=layout.size if self.options.slot_reuse and in_slot else 0,
+            by_switch=unit in self.spread,
         )
 
     def program(
@@ -136,7 +143,8 @@ class Compiled:
         _, position = self.group(unit, rank)
         chosen = None if subset is None else tuple(subset)
         other = tuple(sorted(grad_dtypes.items())) if grad_dtypes else ()
-        key = (self._signatures[unit], context.team, collective, position, chosen, other, context.slot_bytes)
+        memory = context.slot_bytes, context.by_switch
+        key = (self._signatures[unit], context.team, collective, position, chosen, other, memory)
         if key not in self._programs:
             if collective == "all_gather":
                 self._programs[key] = all_gather_program(context, position)
@@ -209,10 +217,15 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
             )
         if elements := arena_chunk(unit, options, fits[number, unit.mesh]):
             chunks[unit.name] = elements
-    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options)
+    spread = frozenset(unit.name for unit in spec.units if unit.name in chunks and by_switch(unit, topology, options))
+    room = 0, 0
+    if spread:
+        largest = max(chunk_elements(spec.unit(name), options) for name in spread)
+        room = spread_places(topology.nodes, topology.gpus_per_node, options.receive_depth), largest
+    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options, room)
     beside = tuple(name for name in chunks if options.slot_reuse and not fits[signatures[name], spec.unit(name).mesh])
     plan_digest = digest(spec, topology, options)
-    return Compiled(spec, topology, options, layouts, arena, plan_digest, beside, _signatures=signatures)
+    return Compiled(spec, topology, options, layouts, arena, plan_digest, beside, spread, _signatures=signatures)
 
 
 def _fits_slot(unit: Unit, slot_bytes: int, teams: Sequence[Team], options: PlanOptions) -> bool:
@@ -265,6 +278,6 @@ def digest(spec: ModelSpec, topology: Topology, options: PlanOptions) -> str:
         "topology": [topology.nodes, topology.gpus_per_node],
         "options": options.to_dict(),
     }
-    if options.multicast == "auto":  # the cost model then decides on programs
+    if "auto" in (options.multicast, options.switch_reduce):  # the cost model then decides on programs
         content["links"] = asdict(topology.links)
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

@@ -50,6 +50,11 @@ class PlanOptions:
     wire_dtype : str
         Element type of the partial sums between nodes: ``"float32"``, or ``"bfloat16"``, which halves the bytes on
         the wire and rounds each of the other nodes' sums once, by at most 2⁻⁸ of its magnitude.
+    switch_reduce : str
+        Across nodes: ``"on"`` spreads the other nodes' partial sums over the ranks of the owner's node and sums them
+        in the switch; ``"auto"`` does so where the cost model finds it faster (small units) and the switch can. For
+        units that are sharded over all ranks, with ``wire_dtype="float32"``. The order of summation is the switch's
+        then, and the bits of a result may differ from switch to switch.
     padded_storage : bool
         Give every parameter FSDP2's padded size (needed where FSDP2 slices the padding).
     """
@@ -66,6 +71,7 @@ class PlanOptions:
     receive_depth: int = 2
     slot_reuse: bool = False
     wire_dtype: str = "float32"
+    switch_reduce: str = "off"
     padded_storage: bool = False
 
     def __post_init__(self) -> None:
@@ -98,8 +104,14 @@ class PlanOptions:
                 "PlanOptions: slot_reuse needs route='push': peers that pull may still read a slot when it has been "
                 "vacated"
             )
-        if self.multicast not in SWITCH:
-            raise InputError(f"PlanOptions: multicast must be one of {', '.join(SWITCH)}, got {self.multicast!r}")
+        for name in ("multicast", "switch_reduce"):
+            if getattr(self, name) not in SWITCH:
+                raise InputError(f"PlanOptions: {name} must be one of {', '.join(SWITCH)}, got {getattr(self, name)!r}")
+        if self.switch_reduce == "on" and self.wire_dtype != "float32":
+            raise InputError(
+                f"PlanOptions: switch_reduce='on' needs wire_dtype='float32', got {self.wire_dtype!r}: the switch "
+                "would round its sums to that type"
+            )
         if self.multicast == "on" and self.route != "push":
             raise InputError(f"PlanOptions: multicast='on' needs route='push', got route={self.route!r}")
         if self.alignment & (self.alignment - 1):

@@ -7,7 +7,7 @@ A slot holds one unit's storage at a time::
 
 and the arena is the same on every rank::
 
-    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ staged ─┤─ signals ─┤
+    arena ├─ slot 0 ─┤─ slot 1 ─┤ … ├─ receive ─┤─ partial ─┤─ wire ─┤─ staged ─┤─ spread ─┤─ signals ─┤
 """
 
 from __future__ import annotations
@@ -165,6 +165,12 @@ class ReceiveLayout:
         Positions of each area but the last.
     staged_size : int
         Bytes of small gradients that are packed at a time.
+    spread : int
+        Offset of the area that the switch sums, which transports fill with zeros when they open.
+    spread_chunk : int
+        Bytes of one of its places.
+    spread_places : int
+        Places of a rank there.
     """
 
     receive: int
@@ -176,6 +182,14 @@ class ReceiveLayout:
     chunk: int
     depth: int
     staged_size: int
+    spread: int = 0
+    spread_chunk: int = 0
+    spread_places: int = 0
+
+    @property
+    def spread_size(self) -> int:
+        """Bytes of the area that the switch sums."""
+        return self.spread_places * self.spread_chunk
 
     @property
     def receive_size(self) -> int:
@@ -214,6 +228,11 @@ class ArenaLayout:
     signals: int
     world_size: int
     size: int
+
+    @property
+    def zeroed(self) -> int:
+        """Offset from which on a new arena holds zeros: the area that the switch sums, and the signals."""
+        return self.receive.spread if self.receive.spread_size else self.signals
 
     @property
     def lanes(self) -> int:
@@ -267,6 +286,7 @@ def lay_out_arena(
     staged_bytes: int,
     world_size: int,
     options: PlanOptions,
+    spread: tuple[int, int] = (0, 0),
 ) -> ArenaLayout:
     """Offsets of slots, receive areas and signals.
 
@@ -286,6 +306,8 @@ def lay_out_arena(
         Ranks of the topology.
     options : PlanOptions
         Alignment, slots, depth.
+    spread : tuple of int
+        Places of the area that the switch sums, and elements of each.
     """
     cursor = 0
     slots: list[Slot] = []
@@ -314,8 +336,23 @@ def lay_out_arena(
     partial = align(receive + options.receive_depth * peers * piece, AREA_ALIGNMENT)
     wire = align(partial + options.receive_depth * chunk, AREA_ALIGNMENT)
     staged = align(wire + options.receive_depth * chunk, AREA_ALIGNMENT)
-    signals = align(staged + staged_bytes, AREA_ALIGNMENT)
-    areas = ReceiveLayout(receive, partial, wire, staged, piece, peers, chunk, options.receive_depth, staged_bytes)
+    spread_at = align(staged + staged_bytes, AREA_ALIGNMENT)
+    spread_places, spread_chunk = spread[0], align(spread[1] * 4, SEGMENT_ALIGNMENT)
+    signals = align(spread_at + spread_places * spread_chunk, AREA_ALIGNMENT)
+    areas = ReceiveLayout(
+        receive,
+        partial,
+        wire,
+        staged,
+        piece,
+        peers,
+        chunk,
+        options.receive_depth,
+        staged_bytes,
+        spread_at,
+        spread_chunk,
+        spread_places,
+    )
     lanes = len(slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
     size = align(signals + lanes * world_size * SIGNAL_BYTES, AREA_ALIGNMENT)
     return ArenaLayout(tuple(slots), slot_of, areas, signals, world_size, size)

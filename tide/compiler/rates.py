@@ -18,6 +18,11 @@ def copy_seconds(links: Links, copies: int, nbytes: int) -> float:
     return copies * links.copy_latency + nbytes / links.copy_engine
 
 
+def switch_seconds(links: Links, ranks: int, nbytes: int) -> float:
+    """Sums of ``nbytes`` over all ``ranks`` of a node, read at once, while each of the others does so too."""
+    return links.kernel_latency + links.switch_latency + ranks * nbytes / links.copy_engine
+
+
 def multicast_seconds(links: Links, ranks: int, copies: int, nbytes: int) -> float:
     """The same copies to all ``ranks`` of a node at once, while each of the others does so too."""
     return links.switch_latency + copies * links.copy_latency + ranks * nbytes / links.copy_engine

@@ -27,6 +27,7 @@ class Buffer(Enum):
     RECEIVE = "receive"  #: arena: pieces of gradients pushed by ranks of the node
     PARTIAL = "partial"  #: arena: node-local float32 sums on their way to another node
     WIRE = "wire"  #: arena: partial sums that came from other nodes
+    SPREAD = "spread"  #: arena: partial sums that came for ranks of the node, one place a rank, or zeros in it
     RUNNING = "running"  #: float32 running sum of the output where the output is not float32 itself
     OUT = "out"  #: reduced shard of the gradient of parameter [index], dense
     STAGED = "staged"  #: arena: small gradients, packed for the ranks that sum them
@@ -35,7 +36,7 @@ class Buffer(Enum):
 
 
 #: Buffers that live in the arena, at the same offsets on every rank.
-ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.STAGED})
+ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.SPREAD, Buffer.STAGED})
 
 
 class Lane(IntEnum):
@@ -56,6 +57,10 @@ class Lane(IntEnum):
     PARTIAL = 12  #: (carried by a put) a partial sum is in your wire area
     WIRE_CREDIT = 13  #: a position of my wire area is free for your next partial sum
     BEGUN = 14  #: (to myself) my node's sum of a chunk is in the running sum: add the other nodes'
+    SPREAD = 15  #: (carried by a put) a partial sum for a rank of your node is in your spread area
+    SPREAD_CREDIT = 16  #: a place of my spread area is free for your next partial sum
+    HELD = 17  #: a partial sum for you is in my spread area
+    TAKEN = 18  #: I have summed what you held for me
 
 
 #: Lanes with a number below this one are kept per slot.
@@ -176,12 +181,16 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class SwitchReduce:
-    """Float32 sum over the same region of all ``peers``, formed inside the switch."""
+    """Sums over the same region of all ``peers``, formed inside the switch, in an order of its own.
+
+    The one source of each of ``sums`` stands for that region in the arena of every peer, the own one included. It is
+    float32: of narrower operands the switch returns a sum of their type. Peers that are no ``holders`` have zeros
+    there. ``final`` sums also take the scale and the divisor of the call.
+    """
 
     peers: tuple[int, ...]
-    src: Region
-    dst: Region
-    count: int
+    holders: tuple[int, ...]
+    sums: tuple[Sum, ...]
     final: bool
 
 

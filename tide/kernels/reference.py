@@ -88,9 +88,13 @@ def accumulate_reference(
 
 
 def switch_reduce_reference(
-    partials: Sequence[torch.Tensor], out: torch.Tensor, scale: float = 1.0, divisor: float = 1.0
+    partials: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    base: torch.Tensor | None = None,
+    scale: float = 1.0,
+    divisor: float = 1.0,
 ) -> None:
-    """Sum of every rank's fp32 partial: what one ``multimem.ld_reduce`` returns, scaled.
+    """Sum of every rank's fp32 partial: what one ``multimem.ld_reduce`` returns, added to ``base`` and scaled.
 
     The switch does not state its order of summation, so the hardware's result may differ in the last bits;
     here it is the ranks' order.
@@ -99,15 +103,13 @@ def switch_reduce_reference(
     ----------
     partials
         One of each rank, fp32, of the shape of ``out``.
-    out
-        fp32.
-    scale, divisor
+    out, base, scale, divisor
         As in :func:`accumulate_reference`.
     """
-    for tensor in (out, *partials):
+    for tensor in partials:
         if tensor.dtype != torch.float32:
-            raise InputError(f"the switch sums float32, not {tensor.dtype}")
-    accumulate_reference(partials, out, None, scale, divisor)
+            raise InputError(f"the switch sums float32; it would return a sum of {tensor.dtype} rounded to that")
+    accumulate_reference(partials, out, base, scale, divisor)
 
 
 def fold_divisor(scale: float, divisor: float) -> tuple[float, float]:

@@ -34,13 +34,14 @@ def areas(compiled: Compiled) -> list[Area]:
         units = label(slot.units)
         tip = f"slot {number}: {units}; {show_bytes(slot.size)} at {slot.offset:,}"
         found.append(Area(f"slot {number}", slot.offset, slot.size, color, tip))
-    ends = (receive.receive, receive.partial, receive.wire, receive.staged, arena.signals, arena.size)
+    ends = (receive.receive, receive.partial, receive.wire, receive.staged, receive.spread, arena.signals, arena.size)
     sums = f"{receive.depth} {compiled.options.wire_dtype} sums of {show_bytes(receive.chunk)}"
     meaning = (
         ("receive", PALETTE[1], f"{receive.depth} positions of {receive.peers} pieces of {show_bytes(receive.piece)}"),
         ("partial", PALETTE[3], f"{sums} on their way out"),
         ("wire", PALETTE[5], f"{sums} that came in"),
         ("packed", PALETTE[0], "small gradients on their way to the ranks that sum them"),
+        ("spread", PALETTE[4], f"{receive.spread_places} sums of {show_bytes(receive.spread_chunk)}, for the switch"),
         ("signals", PALETTE[6], f"{arena.lanes} lanes × {arena.world_size} ranks"),
     )
     for (name, color, what), start, stop in zip(meaning, ends[:-1], ends[1:], strict=True):

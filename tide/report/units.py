@@ -9,7 +9,8 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.scatter import descriptor_count
-from tide.compiler.schedule.routes import why_no_multicast
+from tide.compiler.schedule.routes import why_no_multicast, why_no_switch
+from tide.compiler.schedule.switch import group_sizes
 from tide.compiler.shard import shard
 from tide.compiler.steps import Multicast, Place, Program, SwitchReduce
 from tide.topology import Team
@@ -137,14 +138,20 @@ def reduce_scatter_route(compiled: Compiled, unit: Unit, rank: int) -> tuple[str
     if team.nodes == 1:
         return "push, copy engine", f"{push} by the owner: {team.per_node} ranks on one node"
     switch = any(isinstance(step, SwitchReduce) for _, _, step in program.steps())
-    fold = "summed in the switch" if switch else "summed node by node by the owner"
+    fold = "summed node by node by the owner"
+    if switch:
+        sizes = group_sizes(team.nodes, team.per_node)
+        fold = f"spread over the ranks of the owner's node and summed in the switch, up to {sizes[0]} at a time"
+    elif compiled.options.switch_reduce != "off":
+        fold += f" ({why_no_switch(unit, compiled.topology, compiled.options)})"
     far = f"{compiled.options.wire_dtype} partial sums put to their owners, {fold}: {team.nodes} nodes"
     uneven = _spread(compiled, unit, rank, team)
     if uneven:
         return "puts", f"{far.replace('nodes', 'ranks').replace('node by node', 'rank by rank')}; {uneven}"
     if team.per_node == 1:
         return "puts", f"{far}, one rank each"
-    return "push + put", f"{push} on the owner's rail ({team.per_node} ranks a node); {far}"
+    rail = "on the rail that it leaves by" if switch else "on the owner's rail"
+    return f"push + put{' + switch' * switch}", f"{push} {rail} ({team.per_node} ranks a node); {far}"
 
 
 def _where(compiled: Compiled, unit: Unit, program: Program) -> str:

@@ -18,7 +18,8 @@ def settled(options: PlanOptions, topology: Topology) -> PlanOptions:
     plan is made for another machine: "auto" then stays, and the topology's links say what its switch can do.
     Collective over all ranks if an option is "auto".
     """
-    if options.multicast != "auto":
+    wanted = [name for name in ("multicast", "switch_reduce") if getattr(options, name) == "auto"]
+    if not wanted:
         return options
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != topology.world_size:
         return options
@@ -26,7 +27,7 @@ def settled(options: PlanOptions, topology: Topology) -> PlanOptions:
     with control_group(dist.group.WORLD, timeout) as control:
         answers = exchange(_unavailable(topology), control, timeout, "ability to multicast")
     if any(answer is not None for answer in answers):
-        return replace(options, multicast="off")
+        return replace(options, **dict.fromkeys(wanted, "off"))  # type: ignore[arg-type]
     return options
 
 

@@ -25,9 +25,9 @@ the last ``receive_depth`` chunks. Either way memory does not grow with the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tide.compiler.dtypes import itemsize
 from tide.compiler.schedule.areas import areas_of
@@ -66,25 +66,21 @@ class Turn(NamedTuple):
     partial: int
 
 
-def reduce_scatter_program(context: UnitContext, position: int, subset: Sequence[int] | None = None) -> Program:
-    """Program of one position.
-
-    Parameters
-    ----------
-    context : UnitContext
-        Unit, team, receive areas, and the slot if it may be used.
-    position : int
-        Whose program.
-    subset : sequence of int, optional
-        Parameters that have a gradient this time; all trainable ones by default. Every rank must
-        name the same.
-    """
-    if subset is None:
-        subset = [i for i, p in enumerate(context.unit.parameters) if p.trainable]
-    return _Builder(context, position, tuple(subset)).build()
+#: A chunk to sum: owner, number, segments.
+Item: TypeAlias = tuple[int, int, tuple[Segment, ...]]
 
 
-class _Builder:
+class Destination(NamedTuple):
+    """Where a partial sum is put: whose memory, which place, and the signals that allow and carry the put."""
+
+    peer: int
+    buffer: Buffer
+    start: int
+    credit: Lane
+    carried: Lane
+
+
+class Builder:
     """Writes the four streams of one position.
 
     Much of what they hold is the same on other positions too. It is made once and kept in the memo.
@@ -126,17 +122,21 @@ class _Builder:
         found: list[Turn] = self.memo[key]
         return found
 
-    def turns(self, local: int) -> Iterator[Turn]:
-        """Round 0 and the own output by turns, then the other rounds; each with its place."""
-        areas, rail = self.areas, [row[local] for row in self.team.grid]
+    def order(self, local: int) -> list[Item]:
+        """Round 0 and the own output by turns, then the other rounds."""
+        rail = [row[local] for row in self.team.grid]
         own = rail[self.node]
         rounds = [rail[(self.node + 1 + j) % self.team.nodes] for j in range(self.team.nodes - 1)]
         numbered = {owner: [(owner, k, chunk) for k, chunk in enumerate(self.chunks(owner))] for owner in rail}
         head = zip_longest(*(numbered[owner] for owner in (*rounds[:1], own)))
         order = [item for pair in head for item in pair if item is not None]
-        order += [item for owner in rounds[1:] for item in numbered[owner]]
+        return order + [item for owner in rounds[1:] for item in numbered[owner]]
+
+    def turns(self, local: int) -> Iterator[Turn]:
+        """The work of a reducer of this node, each chunk with its place."""
+        areas, own = self.areas, self.row[local]
         pieces, partial, crossing = areas.receive, areas.partial, 0
-        for number, (owner, which, chunk) in enumerate(order):
+        for number, (owner, which, chunk) in enumerate(self.order(local)):
             size = extent(chunk)
             if areas.ring:
                 pieces = areas.receive + number % areas.depth * areas.peers * areas.piece
@@ -321,30 +321,34 @@ class _Builder:
         return Sum(srcs, self.dtype(segment), None, dst, dtype, segment.runs, segment.count)
 
     def wire(self) -> list[Step]:
-        """Puts the partial sums to their owners' wire areas."""
+        """Puts the partial sums to where they are summed further."""
         steps: list[Step] = []
         summed, sent = Wait(self.position, Lane.SUMMED), Signal(self.position, Lane.SENT)
         work = [turn for turn in self.work(self.local) if turn.owner != self.position]
         waited = len(work) - (self.depth if self.areas.in_slot else 0) if self.areas.ring else 0
         for number, turn in enumerate(work):
-            # The owner fills its ring in the order of its own `incoming`.
-            there = self.arrival(self.sender_turn(turn))
+            peer, buffer, there, credit, carried = self.destination(turn)
             key = ("put", turn.owner, turn.number, turn.partial, there)
             transfers = self.memo.get(key)
             if transfers is None:
                 transfers = self.memo[key] = tuple(
                     Transfer(
                         self.partial(segment, Buffer.PARTIAL, turn.partial),
-                        self.partial(segment, Buffer.WIRE, there),
+                        self.partial(segment, buffer, there),
                         segment.runs,
                         segment.count * self.areas.wire_width,
                     )
                     for segment in turn.chunk
                 )
-            steps += (summed, Wait(turn.owner, Lane.WIRE_CREDIT), Put(turn.owner, transfers, Lane.PARTIAL))
+            steps += (summed, Wait(peer, credit), Put(peer, transfers, carried))
             if number < waited:
                 steps.append(sent)
         return steps
+
+    def destination(self, turn: Turn) -> Destination:
+        """The owner's wire area, a ring that is filled in the order of the owner's `incoming`."""
+        start = self.arrival(self.sender_turn(turn))
+        return Destination(turn.owner, Buffer.WIRE, start, Lane.WIRE_CREDIT, Lane.PARTIAL)
 
     def sender_turn(self, turn: Turn) -> int:
         """Place of this node's chunk in the order in which its owner receives."""

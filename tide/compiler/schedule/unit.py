@@ -39,6 +39,8 @@ class UnitContext:
         Whether every node of the team has all ranks of a node of the topology: what a multicast reaches.
     slot_bytes : int
         Bytes of the unit's vacated slot that its reduce-scatter may use; 0 if it may not.
+    by_switch : bool
+        Whether partial sums of other nodes are spread over the node's ranks and summed in the switch.
     memo : dict
         What programs of several positions share; made once, so that all positions of a team cost little more
         than one.
@@ -52,6 +54,7 @@ class UnitContext:
     links: Links
     fills_nodes: bool
     slot_bytes: int = 0
+    by_switch: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def table(self, index: int) -> ShardTable:

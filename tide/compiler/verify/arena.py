@@ -12,7 +12,8 @@ from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Mesh, Unit
 from tide.compiler.place import AREA_ALIGNMENT, SEGMENT_ALIGNMENT, SIGNAL_BYTES, UnitLayout, align
-from tide.compiler.schedule import arena_chunk
+from tide.compiler.schedule import arena_chunk, chunk_elements
+from tide.compiler.schedule.switch import spread_places
 from tide.compiler.shard import ShardTable, padded_numel, shard
 from tide.compiler.steps import SLOT_LANES, Lane
 from tide.errors import PlanError
@@ -98,6 +99,7 @@ def _areas(compiled: Compiled) -> Iterator[tuple[str, int, int]]:
     yield "partial area", receive.partial, receive.wire_size
     yield "wire area", receive.wire, receive.wire_size
     yield "area of packed gradients", receive.staged, receive.staged_size
+    yield "spread area", receive.spread, receive.spread_size
     lanes = len(arena.slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
     yield "signal words", arena.signals, lanes * arena.world_size * SIGNAL_BYTES
 
@@ -218,6 +220,11 @@ def _check_chunk(compiled: Compiled, unit: Unit) -> None:
         _check_fit(f"{where}: a piece of the receive area", receive.piece, "a chunk", elements * width)
         _check_fit(f"{where}: a position of the receive area", receive.peers, "the node (pieces)", team.per_node - 1)
     if team.nodes > 1:
+        if unit.name in compiled.spread:
+            places = spread_places(team.nodes, team.per_node, receive.depth)
+            needed = chunk_elements(unit, compiled.options) * 4
+            _check_fit(f"{where}: a place of the spread area", receive.spread_chunk, "a partial sum", needed)
+            _check_fit(f"{where}: the spread area", receive.spread_places, "the node's owners (places)", places)
         _check_fit(
             f"{where}: a position of the wire area",
             receive.chunk,

@@ -88,11 +88,22 @@ class OutputProof:
         For each source of a sum, the put that it reads from the wire area, or -1.
     pieces : Pieces
         What the puts carry.
+    weight : ndarray of int64, optional
+        Nodes whose sums each sum adds, in the fixed order from that of ``arrived`` on; one by default.
     """
 
-    def __init__(self, columns: ReduceColumns, order: Order, owners: Bools, arrived: Int64, pieces: Pieces) -> None:
+    def __init__(
+        self,
+        columns: ReduceColumns,
+        order: Order,
+        owners: Bools,
+        arrived: Int64,
+        pieces: Pieces,
+        weight: Int64 | None = None,
+    ) -> None:
         self.c, self.scene, self.tables = columns, columns.scene, columns.tables
         self.order, self.owners, self.arrived, self.pieces = order, owners, arrived, pieces
+        self.weight = np.ones(len(columns.rows), dtype=np.int64) if weight is None else weight
 
     def run(self) -> None:
         """Every element of the output gets every node's sum once, in order, and is final once."""
@@ -102,7 +113,9 @@ class OutputProof:
         head = self._heads(folds)
         starts = np.flatnonzero(head)
         sizes = np.diff(np.append(starts, len(head)))
-        place = np.arange(len(head)) - np.repeat(starts, sizes)
+        added = self.weight[folds.row]
+        before = np.cumsum(added) - added
+        place = before - np.repeat(before[starts], sizes)  # nodes whose sums have been added
         last = np.append(head[1:], True) if len(head) else head
         seat = self.c.seat[folds.owner, 0]
         due = (seat - place) % nodes
@@ -116,9 +129,9 @@ class OutputProof:
                     f"where that of node {due[at]} is due; the order is fixed" if place[at] < nodes else "a second time"
                 ),
             )
-        if len(bad := np.flatnonzero(last & (place != nodes - 1))):
+        if len(bad := np.flatnonzero(last & (place + added != nodes))):
             at = int(bad[0])
-            missing = (int(seat[at]) - 1 - int(place[at])) % nodes
+            missing = (int(seat[at]) - int(place[at]) - int(added[at])) % nodes
             self._fail_fold(folds, at, f"is the last sum here, and the sum of node {missing} is missing")
         self._check_chain(folds, head, last)
         self._check_cover(folds, starts)

@@ -14,7 +14,7 @@ from tide.compiler.compile import COLLECTIVES, Compiled
 from tide.compiler.model import Unit
 from tide.compiler.schedule import UnitContext, all_gather_program, reduce_scatter_program
 from tide.compiler.shard import Int64
-from tide.compiler.steps import Copy, Multicast, Program, Put, Signal, Step, Wait
+from tide.compiler.steps import Copy, Multicast, Program, Put, Signal, Step, SwitchReduce, Wait
 from tide.compiler.verify.arena import check_arena
 from tide.compiler.verify.gather import GatherProof
 from tide.compiler.verify.order import Order
@@ -116,6 +116,9 @@ class _Tally:
     gathers: list[_Gather] = field(default_factory=list)
     #: By ring area, the streams that use it, and a unit where they do.
     streams: dict[int, tuple[set[str], str]] = field(default_factory=dict)
+    #: Places of spread areas that are written, and that are taken for zeros, with a unit that does so.
+    written: dict[tuple[int, int], str] = field(default_factory=dict)
+    zeros: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -233,6 +236,8 @@ def _jobs(compiled: Compiled, ranks: Sequence[int] | None) -> Iterator[_Job]:
                 continue
             context = compiled.context(unit.name, group[0])
             key: tuple[object, ...] = (compiled._signatures[unit.name], id(context.layout), context.team, positions)
+            if context.by_switch:  # whose places hold zeros is a matter of ranks, not of positions
+                key += (group,)
             if unit.name in own:
                 key += (unit.name, group)
             if key not in seen:
@@ -266,7 +271,7 @@ def _peers(program: Program, *kinds: type[Step]) -> set[int]:
     for _, _, step in program.steps():
         if not isinstance(step, kinds):
             continue
-        if isinstance(step, Multicast):
+        if isinstance(step, Multicast | SwitchReduce):
             found |= set(step.peers)
         elif isinstance(step, Copy | Put | Signal | Wait):
             found.add(step.peer)
@@ -287,8 +292,10 @@ def _load(compiled: Compiled, job: _Job, collective: str) -> tuple[Iterable[Prog
         return kept[position]
 
     own = {p for p in job.positions}
-    around = own.union(*(_peers(program(p), Copy, Multicast) for p in own))
-    asked = around if collective == "all_gather" else own
+    around = own.union(*(_peers(program(p), Copy, Multicast, SwitchReduce) for p in own))
+    # Where the switch sums, what an owner adds is put to other ranks of its node, too.
+    switched = any(isinstance(step, SwitchReduce) for p in own for _, _, step in program(p).steps())
+    asked = around if collective == "all_gather" or switched else own
     loaded = around.union(*(_peers(program(p), Copy, Put, Multicast, Signal, Wait) for p in asked))
     if collective == "reduce_scatter":
         loaded |= set().union(*(_peers(program(p), Copy) for p in around))
@@ -316,6 +323,10 @@ def _prove(compiled: Compiled, job: _Job, collective: str, tally: _Tally) -> Non
     tally.nbytes += reduce.run()
     for buffer, names in reduce.streams.items():
         _check_streams(tally, buffer, names, job.unit.name)
+    if reduce.switch is not None:
+        tally.written.update(dict.fromkeys(reduce.switch.written, job.unit.name))
+        tally.zeros.update(dict.fromkeys(reduce.switch.zeros, job.unit.name))
+        _check_zeros(tally)
 
 
 @contextmanager
@@ -339,6 +350,15 @@ def _check_streams(tally: _Tally, buffer: int, names: set[str], unit: str) -> No
         raise PlanError(
             f"{BUFFERS[buffer].value} area: used by {', '.join(sorted(known))} in unit {first!r} and by "
             f"{', '.join(sorted(names))} in unit {unit!r}, so nothing orders these reduce-scatters"
+        )
+
+
+def _check_zeros(tally: _Tally) -> None:
+    """Nobody writes a place that a switch sum takes for zeros, in any reduce-scatter."""
+    for rank, place in sorted(tally.written.keys() & tally.zeros.keys()):
+        raise PlanError(
+            f"spread area of rank {rank}, place {place}: unit {tally.written[rank, place]!r} puts partial sums there, "
+            f"and unit {tally.zeros[rank, place]!r} takes it for zeros"
         )
 
 

@@ -1,7 +1,7 @@
 """Proof of a reduce-scatter: each gradient element reaches its owner once from every rank, in the fixed order.
 
 The path of a piece is followed by joins: gradient → receive area → the node's sum → partial area → wire
-area → running sum → output. The fixed order is: within a node, rank by rank as the team's grid lists
+or spread area → running sum → output. The fixed order is: within a node, rank by rank as the team's grid lists
 them; across nodes, ``n, n - 1, n - 2, …`` for an owner on node ``n``, its own node first.
 """
 
@@ -20,6 +20,7 @@ from tide.compiler.verify.reduce_columns import ReduceColumns
 from tide.compiler.verify.rings import RingAccess, Rings, only
 from tide.compiler.verify.scene import Scene
 from tide.compiler.verify.slot import check_areas, check_overlay
+from tide.compiler.verify.switch import SwitchSums, accesses, check_switch_sums
 from tide.compiler.verify.tables import (
     BUFFERS,
     COPY,
@@ -30,6 +31,7 @@ from tide.compiler.verify.tables import (
     PUT,
     RECEIVE,
     SIZES,
+    SPREAD,
     STAGED,
     WIRE,
     Access,
@@ -74,6 +76,8 @@ class ReduceProof:
         self.areas = areas_of(scene.context, tuple(i for i, p in enumerate(scene.parameters) if p.trainable))
         #: Stream names that touch each ring area from its own rank, by buffer.
         self.streams: dict[int, set[str]] = {}
+        #: What the switch sums add, if there are any.
+        self.switch: SwitchSums | None = None
 
     def run(self) -> int:
         """Proves; returns the bytes of gradients and partial sums that are moved."""
@@ -87,7 +91,8 @@ class ReduceProof:
         puts, moved = tables.access(PUT), 0
         for rows in _blocks(grid):
             moved += self._node_phase(rows, puts, pieces)
-        for lanes in _blocks(grid.T):
+        # The switch sums over ranks of several rails.
+        for lanes in [np.ones(grid.size, dtype=bool)] if tables.switch else _blocks(grid.T):
             moved += self._rail_phase(lanes, puts, pieces)
         return moved
 
@@ -117,7 +122,11 @@ class ReduceProof:
         wire, arrived = self._ring(WIRE, self.owners & block)
         self._finish(wire)
         rows = np.flatnonzero((block & self.tables.loaded)[puts.source])  # the puts of this block, in their order
-        OutputProof(self.c, self.order, self.owners & block, arrived, pieces[rows]).run()
+        weight = None
+        if self.tables.switch:
+            found = self._switch_phase(pieces[rows])
+            arrived, weight = np.where(found.arrived < 0, arrived, found.arrived), found.weight
+        OutputProof(self.c, self.order, self.owners & block, arrived, pieces[rows], weight).run()
         m = self.c.moves
         sent = np.flatnonzero(self.owners[m.target])
         return int((m.moves.runs[sent] * m.moves.dst_length[sent]).sum())
@@ -135,6 +144,15 @@ class ReduceProof:
         if names and not self.areas.in_slot:
             self.streams.setdefault(STAGED, set()).update(names)
 
+    def _switch_phase(self, pieces: Pieces) -> SwitchSums:
+        """Proves what the switch sums."""
+        scene, tables, order = self.scene, self.tables, self.order
+        writes, reads, hosts = accesses(scene, tables, self.c, self.owners)
+        ring = Rings(scene, self.areas, tables, order, SPREAD, writes, reads)
+        self.switch = check_switch_sums(scene, tables, order, self.c, hosts, pieces, ring)
+        self.streams.setdefault(SPREAD, set()).update(self.switch.streams)
+        return self.switch
+
     def _finish(self, ring: Rings) -> None:
         ring.check_across()
         if not self.areas.in_slot:
@@ -150,13 +168,13 @@ class ReduceProof:
         wrong = np.where(
             push,
             pulls | (m.src.buffer != GRAD) | (m.dst.buffer != RECEIVE),
-            (m.src.buffer != PARTIAL) | (m.dst.buffer != WIRE),
+            (m.src.buffer != PARTIAL) | ~np.isin(m.dst.buffer, (WIRE, SPREAD)),
         )
         if len(bad := np.flatnonzero(wrong)):
             row = int(bad[0])
             src, dst = BUFFERS[int(m.src.buffer[row])].value, BUFFERS[int(m.dst.buffer[row])].value
             self.scene.fail(
-                f"moves {src} to {dst}; gradients are pushed to receive areas, partial sums put to wire areas",
+                f"moves {src} to {dst}; gradients go to receive areas, partial sums to wire and spread areas",
                 step=tables.describe(int(self.c.moves.step[row])),
             )
         self._check_gradients(m.src[push], m.runs[push], m.src_length[push], self.c.moves.step[push])
@@ -258,7 +276,8 @@ class ReduceProof:
                 span=span and (span[0], span[0] + int(self.c.count[row] * SIZES[self.c.src_dtype[row]])),
                 step=self.tables.describe(int(self.c.row_step[row])),
             )
-        allowed = np.isin(self.c.src.buffer, (GRAD, RECEIVE)) | (self.c.src.buffer == WIRE) & ~node[self.c.src_of]
+        far = np.isin(self.c.src.buffer, (WIRE, SPREAD))
+        allowed = np.isin(self.c.src.buffer, (GRAD, RECEIVE)) | far & ~node[self.c.src_of]
         if len(bad := np.flatnonzero(~allowed)):
             self.c.fail_sum(int(self.c.src_of[bad[0]]), f"cannot sum {BUFFERS[int(self.c.src.buffer[bad[0]])].value}")
         of = self.c.src_of

@@ -21,6 +21,7 @@ from tide.compiler.verify.tables import (
     RAW,
     RUNNING,
     SIZES,
+    SPREAD,
     WIRE,
     Bools,
     Tables,
@@ -98,8 +99,8 @@ class ReduceColumns:
     @cached_property
     def node_sum(self) -> Bools:
         """Whether a sum adds the gradients of the node (rather than a partial sum from another node)."""
-        wire = np.bincount(self.src_of, weights=self.src.buffer == WIRE, minlength=len(self.rows)) > 0
-        return np.asarray(~wire)
+        far = np.isin(self.src.buffer, (WIRE, SPREAD))
+        return np.asarray(np.bincount(self.src_of, weights=far, minlength=len(self.rows)) == 0)
 
     @cached_property
     def own(self) -> Int64:

@@ -16,7 +16,7 @@ from tide.compiler.schedule.areas import Areas
 from tide.compiler.shard import Int64
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import BUFFERS, PARTIAL, RECEIVE, WIRE, Bools, Regions, Tables
+from tide.compiler.verify.tables import BUFFERS, PARTIAL, RECEIVE, SPREAD, WIRE, Bools, Regions, Tables
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +43,7 @@ class Rings:
     tables, order : Tables, Order
         Steps and their order.
     buffer : int
-        ``RECEIVE``, ``PARTIAL`` or ``WIRE``.
+        ``RECEIVE``, ``PARTIAL``, ``WIRE`` or ``SPREAD``.
     writes, reads : RingAccess
         All accesses to this buffer on the subjects.
     """
@@ -60,12 +60,16 @@ class Rings:
     ) -> None:
         self.scene, self.tables, self.order, self.buffer = scene, tables, order, buffer
         self.in_slot, self.writes, self.reads = areas.in_slot, writes, reads
-        self.cell_size = areas.piece if buffer == RECEIVE else areas.chunk
-        cells = areas.depth * (areas.peers if buffer == RECEIVE else 1)
-        base = {RECEIVE: areas.receive, PARTIAL: areas.partial, WIRE: areas.wire}[buffer]
+        spread = scene.context.receive
+        self.cell_size, cells, base = {
+            RECEIVE: (areas.piece, areas.depth * areas.peers, areas.receive),
+            PARTIAL: (areas.chunk, areas.depth, areas.partial),
+            WIRE: (areas.chunk, areas.depth, areas.wire),
+            SPREAD: (spread.spread_chunk, spread.spread_places, 0),
+        }[buffer]
         #: Where each cell of a rank begins; in a ring they follow each other.
         self.starts = base + np.arange(cells, dtype=np.int64) * self.cell_size
-        self.placed = not areas.ring and buffer != WIRE
+        self.placed = not areas.ring and buffer not in (WIRE, SPREAD)
         if self.placed:
             self.starts = np.unique(writes.region.offset)
             self.cell_size = int(_extent(writes).max(initial=0))

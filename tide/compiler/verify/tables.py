@@ -28,19 +28,20 @@ from tide.compiler.steps import (
     Region,
     Signal,
     Step,
+    SwitchReduce,
     Wait,
 )
 from tide.compiler.verify.scene import Scene
 
 Bools = npt.NDArray[np.bool_]
 
-PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE = range(7)
-KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate")
+PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE, SWITCH = range(8)
+KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate", "SwitchReduce")
 
 BUFFERS = tuple(Buffer)
-SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, RUNNING, OUT, STAGED = range(9)
+SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, SPREAD, RUNNING, OUT, STAGED = range(10)
 _BUFFER = {id(buffer): code for code, buffer in enumerate(BUFFERS)}  # by identity: hashing an Enum is slow
-assert " ".join(b.value for b in BUFFERS) == "shard storage grad receive partial wire running out staged"
+assert " ".join(b.value for b in BUFFERS) == "shard storage grad receive partial wire spread running out staged"
 
 DTYPES = tuple(ITEMSIZE)
 DTYPE = {name: code for code, name in enumerate(DTYPES)}
@@ -229,6 +230,7 @@ class Tables:
         self.in_slot: bool | None = None
         self._payloads = Payloads()
         self.multicast: dict[int, tuple[int, ...]] = {}
+        self.switch: dict[int, SwitchReduce] = {}
         self.loaded = np.zeros(scene.size, dtype=bool)
         queues: list[tuple[int, int, int]] = []
         released: list[int] = []
@@ -275,10 +277,12 @@ class Tables:
         distinct = dict(zip(keys, steps, strict=True))
         rows = np.array(list(map(self._row, distinct.values())), dtype=np.int32).reshape(-1, len(_ROW))
         number = dict(zip(distinct, range(len(distinct)), strict=True))
-        if any(type(step) is Multicast for step in distinct.values()):
+        if any(type(step) in (Multicast, SwitchReduce) for step in distinct.values()):
             for at, step in enumerate(steps):
                 if isinstance(step, Multicast):
                     self.multicast[self.steps + at] = step.peers
+                elif isinstance(step, SwitchReduce):
+                    self.switch[self.steps + at] = step
         at_row = np.fromiter(map(number.__getitem__, keys), dtype=np.int64, count=len(keys))
         return tuple(rows[:, i].astype(dtype)[at_row] for i, dtype in enumerate(_ROW))
 
@@ -296,6 +300,8 @@ class Tables:
             return ACCUMULATE, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
         if kind is Place:
             return PLACE, -1, -1, 0, self._payloads.number(step.casts)
+        if kind is SwitchReduce:
+            return SWITCH, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
         if kind is Multicast:
             return MULTICAST, -1, -1, 0, self._payloads.number(step.transfers)
         self.scene.fail(f"no proof covers steps of type {kind.__name__}")
@@ -322,12 +328,12 @@ class Tables:
             (True, s.base[s.based], np.flatnonzero(s.based)),
             (True, s.srcs, sources),
         ):
-            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE, STAGED))
+            in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE, SPREAD, STAGED))
             limit = np.where(in_arena, 1, len(self.scene.parameters))
             bad = np.flatnonzero((region.index < 0) | (region.index >= limit))
             if not len(bad):
                 continue
-            kinds = self.kind == ACCUMULATE if of_sums else (self.payload >= 0) & (self.kind != ACCUMULATE)
+            kinds = (self.payload >= 0) & (np.isin(self.kind, (ACCUMULATE, SWITCH)) == of_sums)
             bounds = self._bounds[np.maximum(self.payload, 0)]
             at = row[bad[0]]
             step = int(np.flatnonzero(kinds & (bounds[:, 0] <= at) & (at < bounds[:, 1]))[0])
@@ -372,8 +378,8 @@ class Tables:
         return Access(step, source, target, self.moves[rows])
 
     def sum_rows(self, positions: Bools | None = None) -> tuple[Int64, Int64]:
-        """Row of ``sums`` and step of each sum of each ``Accumulate``."""
-        steps = self.of_kind_at(positions, ACCUMULATE)
+        """Row of ``sums`` and step of each sum of each ``Accumulate`` and ``SwitchReduce``."""
+        steps = self.of_kind_at(positions, ACCUMULATE, SWITCH)
         bounds = self._bounds[self.payload[steps]]
         rows, of = ranges(bounds[:, 0], bounds[:, 1])
         return rows, steps[of]
@@ -390,6 +396,8 @@ class Tables:
             for src in range(int(self.sums.first[first]), int(self.sums.first[first + 1])):
                 if self.sums.srcs.buffer[src] == GRAD:
                     return int(self.sums.srcs.index[src])
+            return int(self.sums.dst.index[first])
+        if kind == SWITCH and first < stop:
             return int(self.sums.dst.index[first])
         if kind == PUT and first < stop:  # the n-th put of a rank carries its n-th partial sum
             me = self.queue_position[self.queue[step]]

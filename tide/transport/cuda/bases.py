@@ -90,9 +90,11 @@ class Bases:
 
     def _start(self, buffer: Buffer) -> int:
         """Arena offset at which a buffer begins."""
+        areas = self.layout.receive
+        if buffer is Buffer.SPREAD:  # never in a slot
+            return areas.spread
         if buffer is Buffer.STORAGE or self.in_slot:
             return self.layout.slots[self.slot].offset
-        areas = self.layout.receive
         return {
             Buffer.RECEIVE: areas.receive,
             Buffer.PARTIAL: areas.partial,

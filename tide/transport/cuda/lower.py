@@ -18,6 +18,7 @@ from tide.compiler.steps import (
     Put,
     Signal,
     Step,
+    SwitchReduce,
     Wait,
 )
 from tide.errors import CapabilityError, TransportError
@@ -35,7 +36,7 @@ from tide.transport.cuda.operations import (
 )
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import Staging
-from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs
+from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs, switch_jobs
 from tide.transport.cuda.words import check_distance
 
 
@@ -118,13 +119,13 @@ class _Lowering:
         elif isinstance(step, Put):
             self.copy(stream, step.transfers, self.rank_of(step.peer), False)
             self.signal(stream, Signal(step.peer, step.lane))
-        elif isinstance(step, Place | Accumulate):
+        elif isinstance(step, Place | Accumulate | SwitchReduce):
             self.launch(name, stream, step)
         else:
             raise TransportError(f"the CUDA transport has no step {type(step).__name__}")
 
-    def reached(self, step: Multicast) -> list[int]:
-        """Ranks to copy to: all at once by the multicast address, or one by one in its stead."""
+    def reached(self, step: Multicast | SwitchReduce) -> list[int]:
+        """Whose arenas to reach: all at once by the multicast address, or one by one in its stead."""
         if self.device.stand_in:
             return [self.rank_of(peer) for peer in step.peers]
         if self.device.multicast is None:
@@ -139,7 +140,7 @@ class _Lowering:
         """Whether a step reads or writes memory of the caller."""
         if isinstance(step, Place):
             return True
-        if isinstance(step, Accumulate):
+        if isinstance(step, Accumulate | SwitchReduce):
             regions = [region for item in step.sums for region in (item.dst, *item.srcs)]
         elif isinstance(step, Copy | Put):
             regions = [region for transfer in step.transfers for region in (transfer.src, transfer.dst)]
@@ -208,7 +209,7 @@ class _Lowering:
         self.append(_nothing)  # its arguments are arrays that do not exist yet
         self.late.append(build)
 
-    def launch(self, name: str, stream: int, step: Place | Accumulate) -> None:
+    def launch(self, name: str, stream: int, step: Place | Accumulate | SwitchReduce) -> None:
         if name not in self.sets:
             self.sets[name] = LaunchSet(self.driver, self.device.torch_device)
             self.out._starts[name] = []
@@ -216,6 +217,8 @@ class _Lowering:
             self.append(self.upload(name, stream))
         if isinstance(step, Place):
             jobs = place_jobs(step, self.bases, self.device.place)
+        elif isinstance(step, SwitchReduce):
+            jobs = switch_jobs(step, self.bases, self.reached(step), self.device.accumulate)
         else:
             jobs = accumulate_jobs(step, self.bases, self.device.accumulate)
         number, starts = self.sets[name].add(jobs), self.out._starts[name]

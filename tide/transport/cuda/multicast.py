@@ -27,6 +27,10 @@ def demand(compiled: Compiled) -> str | None:
         return None
     if options.multicast == "on":
         return "multicast='on'"
+    if options.switch_reduce == "on" and compiled.topology.nodes > 1:
+        return "switch_reduce='on'"
+    if compiled.spread:
+        return f"switch_reduce='auto', by which unit {min(compiled.spread)!r} is reduced through the switch"
     for unit in compiled.spec.units:
         if by_multicast(compiled.context(unit.name, unit.mesh.groups[0][0])):
             return f"multicast='auto', by which unit {unit.name!r} is gathered through the switch"

@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tide.compiler.steps import Accumulate, Cast, Place, Sum
+from tide.compiler.steps import Accumulate, Cast, Place, Sum, SwitchReduce
 from tide.kernels import accumulate as sums
-from tide.kernels import place as places
+from tide.kernels import place as placing
+from tide.kernels import switch_reduce as switched
 from tide.kernels.build import Variant
 from tide.kernels.launch import Tuning, prepare
 from tide.kernels.segments import Block, Division, make_table
 from tide.kernels.tiles import factors
 from tide.torch_types import to_torch
-from tide.transport.cuda.bases import Bases, Int64s, Located
+from tide.transport.cuda.bases import EVERYWHERE, Bases, Int64s, Located
 from tide.transport.cuda.launcher import plain_launch
 
 #: Words to which a table is aligned: the kernels are compiled for 16-byte aligned pointers.
@@ -69,7 +70,7 @@ def place_jobs(step: Place, bases: Bases, tuning: Tuning) -> list[_Job]:
         groups.setdefault((cast.src_dtype, cast.dst_dtype), []).append(cast)
     jobs = []
     for (src, dst), casts in groups.items():
-        variant, sizes = places.variant_of(to_torch(src), to_torch(dst), tuning)
+        variant, sizes = placing.variant_of(to_torch(src), to_torch(dst), tuning)
         parts = to_torch(dst).itemsize // sizes[0]
         pairs = [
             _block(cast.runs, cast.count * parts, (bases.locate(cast.dst), bases.locate(cast.src)), sizes, item)
@@ -80,11 +81,13 @@ def place_jobs(step: Place, bases: Bases, tuning: Tuning) -> list[_Job]:
     return jobs
 
 
-def accumulate_jobs(step: Accumulate, bases: Bases, tuning: Tuning | None) -> list[_Job]:
-    """Launches of an Accumulate step, one for each form of sum."""
+def accumulate_jobs(
+    step: Accumulate, bases: Bases, tuning: Tuning | None, ranks: Sequence[int] | None = None
+) -> list[_Job]:
+    """Launches of an Accumulate step, one for each form of sum; sources are those of each of ``ranks``, if given."""
     groups: dict[tuple[int, str, str, bool], list[Sum]] = {}
     for total in step.sums:
-        key = (len(total.srcs), total.src_dtype, total.dst_dtype, total.base is not None)
+        key = (len(total.srcs) * len(ranks or (0,)), total.src_dtype, total.dst_dtype, total.base is not None)
         groups.setdefault(key, []).append(total)
     jobs = []
     for (pieces, src, dst, based), totals in groups.items():
@@ -92,8 +95,9 @@ def accumulate_jobs(step: Accumulate, bases: Bases, tuning: Tuning | None) -> li
         chosen = sums.default_tuning(tuning, pieces)
         pairs = []
         for item, total in enumerate(totals):
-            regions = [total.dst, *total.srcs] + ([total.base] if total.base is not None else [])
-            places = [bases.locate(region) for region in regions]
+            places = [bases.locate(total.dst)]
+            places += [bases.locate(src, rank) for src in total.srcs for rank in ranks or (None,)]
+            places += [bases.locate(total.base)] if total.base is not None else []
             pairs.append(_block(total.runs, total.count, places, form.sizes, item))
         division = Division(form.sizes, chosen.block, chosen.narrow, chosen.ctas)
 
@@ -101,6 +105,43 @@ def accumulate_jobs(step: Accumulate, bases: Bases, tuning: Tuning | None) -> li
             return sums.variant_of(form, mode, chosen)
 
         jobs.append(_Job(variant, division, pairs, step.final))
+    return jobs
+
+
+def switch_jobs(step: SwitchReduce, bases: Bases, ranks: Sequence[int], tuning: Tuning | None) -> list[_Job]:
+    """Launches of a SwitchReduce step.
+
+    Parameters
+    ----------
+    step : SwitchReduce
+        The step.
+    bases : Bases
+        Numbers of the buffers.
+    ranks : sequence of int
+        Whose arenas the kernel reads: `EVERYWHERE` alone, by the multicast address; or the peers in rank order, in
+        its stead.
+    tuning : Tuning or None
+        How sums over the peers' memory are cut.
+    """
+    for total in step.sums:
+        switched.require_float32(to_torch(total.src_dtype), "SwitchReduce")
+    if list(ranks) != [EVERYWHERE]:
+        return accumulate_jobs(Accumulate(step.sums, step.final), bases, tuning, ranks)
+    groups: dict[switched.Form, list[Sum]] = {}
+    for total in step.sums:
+        groups.setdefault(switched.Form(to_torch(total.dst_dtype), total.base is not None), []).append(total)
+    jobs = []
+    for form, totals in groups.items():
+        pairs = []
+        for item, total in enumerate(totals):
+            places = [bases.locate(total.dst), bases.locate(total.srcs[0], EVERYWHERE)]
+            places += [bases.locate(total.base)] if total.base is not None else []
+            pairs.append(_block(total.runs, total.count, places, form.sizes, item))
+
+        def variant(mode: int, form: switched.Form = form) -> Variant:
+            return switched.variant_of(form, mode, switched.DEFAULT)
+
+        jobs.append(_Job(variant, switched.division(form, switched.DEFAULT), pairs, step.final))
     return jobs
 
 

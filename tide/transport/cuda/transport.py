@@ -52,8 +52,8 @@ def _why_no_switch(wanted: str, compiled: Compiled, device: torch.device) -> str
     if reason is None:
         return None
     return (
-        f"the plan was compiled with {wanted}, but {reason}. Compile it with multicast='off', or open it with "
-        "Settings(multicast='standin') for a test without the switch"
+        f"the plan was compiled with {wanted}, but {reason}. Compile it with multicast='off' and switch_reduce='off', "
+        "or open it with Settings(multicast='standin') for a test without the switch"
     )
 
 
@@ -197,9 +197,9 @@ class CudaTransport(Transport):
             arena = open_arena(size, rank, device, group, control, timeout, provider, wanted is not None)
             transport, failure = None, None
             try:
-                start = arena.addresses[rank] + compiled.arena.signals
+                start = arena.addresses[rank] + compiled.arena.zeroed
                 stream = torch.cuda.current_stream(device)
-                driver.check(driver.fill(start, 0, size - compiled.arena.signals, stream.cuda_stream), "zero signals")
+                driver.check(driver.fill(start, 0, size - compiled.arena.zeroed, stream.cuda_stream), "zero signals")
                 transport = cls(compiled, rank, arena, driver, device, settings, timeout)
                 stream.synchronize()
             except Exception as error:

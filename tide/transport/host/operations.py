@@ -142,14 +142,14 @@ class Add(Operation):
 class AddPeers(Operation):
     """What the switch does elsewhere: sums of the same memory of several ranks, read in place."""
 
-    srcs: list[torch.Tensor]
-    dst: TypedView
+    sums: list[tuple[list[torch.Tensor], TypedView, TypedView | None]]
     final: bool
 
     def run(self, call: Call) -> bool:
         """Sums in the order of the peers."""
         scale, divisor = (call.scale, call.divisor) if self.final else (1.0, 1.0)
-        switch_reduce_reference(self.srcs, self.dst.get(call), scale, divisor)
+        for srcs, dst, base in self.sums:
+            switch_reduce_reference(srcs, dst.get(call), None if base is None else base.get(call), scale, divisor)
         return True
 
 

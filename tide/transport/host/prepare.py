@@ -184,6 +184,7 @@ class Preparer:
             Buffer.PARTIAL: in_slot if program.in_slot else (areas.partial, areas.wire_size),
             Buffer.WIRE: in_slot if program.in_slot else (areas.wire, areas.wire_size),
             Buffer.STAGED: in_slot if program.in_slot else (areas.staged, areas.staged_size),
+            Buffer.SPREAD: (areas.spread, areas.spread_size),
         }
 
     def prepare(self) -> Prepared:
@@ -218,13 +219,7 @@ class Preparer:
         if isinstance(step, Accumulate):
             return [Add([self.sum(row) for row in step.sums if row.runs * row.count], step.final)]
         if isinstance(step, SwitchReduce):
-            srcs = []
-            for peer in step.peers:
-                fixed = self.elements(step.src, "float32", 1, step.count, ranks[peer]).fixed
-                if fixed is None:
-                    raise TransportError(f"the switch sums arenas only, not {step.src.buffer.value}")
-                srcs.append(fixed)
-            return [AddPeers(srcs, self.elements(step.dst, "float32", 1, step.count, me), step.final)]
+            return [AddPeers([self.sum_of_peers(row, step.peers) for row in step.sums], step.final)]
         raise TransportError(f"the host transport has no step {type(step).__name__}")
 
     def wait(self, step: Wait) -> Await:
@@ -280,6 +275,16 @@ class Preparer:
         srcs = [self.elements(src, row.src_dtype, runs, count, me) for src in row.srcs]
         base = None if row.base is None else self.elements(row.base, "float32", runs, count, me)
         return srcs, self.elements(row.dst, row.dst_dtype, runs, count, me), base
+
+    def sum_of_peers(self, row: Sum, peers: Sequence[int]) -> tuple[list[torch.Tensor], TypedView, TypedView | None]:
+        """The source of a sum in the arena of every peer, and the views of its result and base."""
+        (src,) = row.srcs
+        found = [self.elements(src, row.src_dtype, row.runs, row.count, self.binding.ranks[peer]) for peer in peers]
+        srcs = [view.fixed for view in found if view.fixed is not None]
+        if len(srcs) < len(found):
+            raise TransportError(f"the switch sums arenas only, not {src.buffer.value}")
+        _, dst, base = self.sum(row)
+        return srcs, dst, base
 
     def raw(self, region: Region, runs: int, length: int, flat: bool, rank: int) -> ByteView:
         """Bytes of a region."""

@@ -10,7 +10,6 @@ from typing import TypeVar
 from tide.compiler.dtypes import itemsize
 from tide.compiler.steps import (
     Accumulate,
-    Buffer,
     Cast,
     Copy,
     Lane,
@@ -21,6 +20,7 @@ from tide.compiler.steps import (
     Region,
     Signal,
     Step,
+    Sum,
     SwitchReduce,
     Transfer,
     Wait,
@@ -37,7 +37,7 @@ from tide.transport.simulated.machine import (
     Work,
 )
 from tide.transport.simulated.memory import Access, Call
-from tide.transport.simulated.parts import Add, Convert, Deliver, Fan, Fetch, Move, Part, Site, Source, Target
+from tide.transport.simulated.parts import Add, Convert, Deliver, Fan, Fetch, Move, Part, Site, Source, Target, Zeros
 
 T = TypeVar("T")
 
@@ -268,47 +268,45 @@ class _Lowering:
         return parts
 
     def accumulate(self, site: Site, step: Accumulate) -> list[Part]:
+        return self.sums(site, step.sums, step.final, [(self.call.rank, Source)])
+
+    def sums(
+        self, site: Site, sums: Sequence[Sum], final: bool, memories: Sequence[tuple[int, type[Source]]]
+    ) -> list[Part]:
+        """Parts of sums, whose sources lie in each of the given memories."""
         me = self.call.rank
-        each = -(-self.pieces // max(len(step.sums), 1))
+        each = -(-self.pieces // max(len(sums), 1))
         parts: list[Part] = []
-        for total in step.sums:
+        for total in sums:
             for run, runs, first, count in cuts(total.runs, total.count, each, self.random):
 
                 def part_of(
                     kind: Callable[..., T],
                     region: Region,
                     dtype: str,
+                    rank: int = me,
                     run: int = run,
                     runs: int = runs,
                     first: int = first,
                     count: int = count,
                 ) -> T:
                     region = moved(region, run, first, itemsize(dtype))
-                    return self.elements(kind, me, region, dtype, runs, count)
+                    return self.elements(kind, rank, region, dtype, runs, count)
 
-                sources = tuple(part_of(Source, region, total.src_dtype) for region in total.srcs)
+                sources = tuple(
+                    part_of(kind, region, total.src_dtype, rank) for region in total.srcs for rank, kind in memories
+                )
                 base = None if total.base is None else part_of(Source, total.base, "float32")
                 target = part_of(Target, total.dst, total.dst_dtype)
-                parts.append(Add(site, sources, base, target, self.factors(step.final)))
+                parts.append(Add(site, sources, base, target, self.factors(final)))
         return parts
 
     def switch_reduce(self, site: Site, step: SwitchReduce) -> list[Part]:
-        peers = [self.near(peer) for peer in step.peers]
-        dtype = self.out_dtype(step.dst)
-        parts: list[Part] = []
-        for _, _, first, count in cuts(1, step.count, self.pieces, self.random):
-            src = moved(step.src, 0, first, 4)
-            sources = tuple(self.elements(Source, peer, src, "float32", 1, count) for peer in peers)
-            dst = moved(step.dst, 0, first, itemsize(dtype))
-            target = self.elements(Target, self.call.rank, dst, dtype, 1, count)
-            parts.append(Add(site, sources, None, target, self.factors(step.final)))
-        return parts
-
-    def out_dtype(self, region: Region) -> str:
-        """Element type of a sum's destination: that of the output, float32 elsewhere."""
-        if region.buffer is Buffer.OUT:
-            return self.call.unit.parameters[region.index].out_dtype
-        return "float32"
+        kinds = [(self.near(peer), Source if peer in step.holders else Zeros) for peer in step.peers]
+        for total in step.sums:
+            if len(total.srcs) != 1 or total.src_dtype != "float32":
+                raise PlanError(f"the switch sums one float32 region of all ranks, not {total.src_dtype}")
+        return self.sums(site, step.sums, step.final, kinds)
 
     def factors(self, final: bool) -> tuple[float, float] | None:
         """Scale and divisor of a final sum."""

@@ -35,7 +35,7 @@ UNWRITTEN = 0
 MARKS = 255
 
 #: Areas whose bytes are written once and read once, again and again.
-RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.STAGED})
+RINGS = frozenset({Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, Buffer.SPREAD, Buffer.STAGED})
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -163,15 +163,20 @@ class Memory:
         # Signals are counters of the machine here, so their words need no memory.
         self.arenas = [Block.poisoned(compiled.arena.signals) for _ in range(compiled.topology.world_size)]
         self._pads: dict[str, npt.NDArray[np.bool_]] = {}
+        self.reset()
 
     def reset(self) -> None:
-        """Poisons every arena."""
+        """Poisons every arena, but for the area that holds zeros until something is put there."""
+        areas = self.compiled.arena.receive
         for arena in self.arenas:
             arena.reset()
+            arena.data[areas.spread : areas.spread + areas.spread_size] = 0
 
     def _area(self, call: Call, buffer: Buffer) -> tuple[int, int]:
         """Start in the arena and size of an area, as the program of ``call`` sees it."""
         areas = self.compiled.arena.receive
+        if buffer is Buffer.SPREAD:  # never in a slot: what nobody writes there has to stay zero
+            return areas.spread, areas.spread_size
         if buffer is Buffer.STORAGE or call.in_slot:
             return self.compiled.arena.slots[call.slot].offset, self.compiled.layouts[call.unit.name].size
         if buffer is Buffer.STAGED:

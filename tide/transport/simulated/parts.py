@@ -125,6 +125,18 @@ class Source:
         raise PlanError(f"{site}: reads {name} on rank {self.access.rank}, {state}")
 
 
+class Zeros(Source):
+    """A place that nobody has ever written, and that holds the zeros of the start."""
+
+    __slots__ = ()
+
+    def check(self, site: Site) -> None:
+        """Raises unless every byte is as it was at the start."""
+        if self.marks.any() or self.data.any():
+            name = self.memory.name(self.call, self.access)
+            raise PlanError(f"{site}: takes {name} on rank {self.access.rank} for zeros, but they were written")
+
+
 class Target:
     """Bytes to write."""
 

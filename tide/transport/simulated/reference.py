@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -79,6 +79,7 @@ def reference_reduce_scatter(
     scale: float = 1.0,
     divisor: float = 1.0,
     wire_dtype: str = "float32",
+    by_switch: bool = False,
 ) -> list[torch.Tensor]:
     """Reduced shards of one parameter, summed in the order that the design documents.
 
@@ -98,6 +99,9 @@ def reference_reduce_scatter(
         Factors of the sum, in this order.
     wire_dtype : str
         Type in which sums travel between nodes.
+    by_switch : bool
+        The other nodes' sums come in groups, one sum a rank of the owner's node; each group is added up in rank
+        order, as where the switch is stood in for, with zeros for ranks that hold none.
 
     Returns
     -------
@@ -114,15 +118,26 @@ def reference_reduce_scatter(
             sums.append(total)
         carried = [torch.from_numpy(np.asarray(x)).to(to_torch(wire_dtype)).float().numpy() for x in sums]
         for node, row in enumerate(team.grid):
-            total = sums[node].copy()
-            for j in range(1, team.nodes):
-                total = total + carried[(node - j) % team.nodes]
-            scale_and_divide(total, scale, divisor)
-            rounded = torch.from_numpy(np.asarray(total)).to(to_torch(parameter.out_dtype))
-            shards = split(rounded, parameter.dim, team.size)
-            for position in row:
-                out[position] = shards[position]
+            for local, position in enumerate(row):
+                total = sums[node].copy()
+                for group in _groups(carried, node, local, team.per_node) if by_switch else ():
+                    total = total + sum(group[1:], start=group[0])
+                for j in range(1, 1 if by_switch else team.nodes):
+                    total = total + carried[(node - j) % team.nodes]
+                scale_and_divide(total, scale, divisor)
+                rounded = torch.from_numpy(np.asarray(total)).to(to_torch(parameter.out_dtype))
+                out[position] = split(rounded, parameter.dim, team.size)[position]
     return out
+
+
+def _groups(
+    carried: Sequence[npt.NDArray[np.float32]], node: int, local: int, ranks: int
+) -> Iterator[list[npt.NDArray[np.float32]]]:
+    """What each rank of a node holds for one of them, group by group."""
+    others = len(carried) - 1
+    for first in range(0, others, ranks):
+        backs = [first + (rank - local) % ranks for rank in range(ranks)]
+        yield [carried[(node - 1 - j) % len(carried)] if j < others else np.zeros_like(carried[0]) for j in backs]
 
 
 def error_bound(

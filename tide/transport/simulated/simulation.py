@@ -352,6 +352,7 @@ class Simulation:
                 scale,
                 divisor,
                 self.compiled.options.wire_dtype,
+                unit.name in self.compiled.spread,
             )
             for index in subset
         }
