@@ -123,9 +123,11 @@ def test_gradients_are_released_when_the_pushes_end(nodes: int) -> None:
     found = predict(_large(nodes, True), "u", "reduce_scatter", 0)
     pushes = found.copy_seconds
     assert found.released < 1.2 * pushes
-    assert found.seconds > found.network_seconds > 1.2 * found.released
+    assert found.seconds > found.network_seconds > (1.0 if nodes == 2 else 1.2) * found.released
     through_rings = predict(_large(nodes, False), "u", "reduce_scatter", 0)
-    assert found.released < through_rings.released < through_rings.seconds
+    assert found.released <= through_rings.released < through_rings.seconds
+    if nodes > 2:  # more partial sums than a ring has positions
+        assert found.released < 0.8 * through_rings.released
     assert found.seconds < 1.02 * through_rings.seconds
 
 
