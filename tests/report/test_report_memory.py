@@ -8,7 +8,7 @@ from report_support import public, tiny
 from tide.compiler.compile import compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
-from tide.report import memory
+from tide.report import memory, receive_table
 from tide.topology import Topology
 
 # Llama-3.1-405B: width 16,384, inner 53,248, 8 key heads of 128, 126 blocks, vocabulary 128,256.
@@ -88,7 +88,9 @@ def test_deepseek_v3(nodes: int, experts: int) -> None:
 def test_the_arena_is_accounted_for_in_full() -> None:
     compiled = public("Qwen3-30B-A3B", 2, 8)
     found = memory(compiled, 0)
-    names = ("slots", "receive area", "partial and wire areas", "spread area", "signals")
+    names = (
+        "slots", "receive area", "partial and wire areas", "packed gradients", "spread area", "signals",
+    )
     assert sum(found.row(name).tide for name in names) == compiled.arena.size
     assert found.tide == sum(row.tide for row in found.rows)
     assert found.stock == sum(row.stock for row in found.rows)
@@ -123,3 +125,20 @@ def test_groups_of_one_module_count_together_and_others_not() -> None:
     assert found.row("unsharded parameters").stock + found.row("reduce-scatter input").stock == 4 * (64 * 64 + 64 * 128)
     assert found.row("whole gradients").tide == 2 * (64 * 64 + 64 * 128)
     assert memory(compiled, 3).row("shards").tide > 4096 * 4096
+
+
+@pytest.mark.parametrize("output", [3 << 20, 25 << 20])
+def test_receive_memory_does_not_grow_with_nodes(output: int) -> None:
+    """At a fixed output per rank, by hand: two positions of 7 pieces and 2 sums, of 28 % of the output each."""
+    rows = receive_table(output)
+    assert [row.nodes for row in rows] == [2, 4, 8]
+    chunk = output * 28 // 100
+    if chunk * 2 > 4 << 20:
+        by_hand = 2 * (7 * 2 + 2 * 4) * chunk
+        assert rows[0].areas == pytest.approx(by_hand, rel=0.01)
+    for row in rows:
+        assert row.areas == pytest.approx(rows[0].areas, rel=0.05)
+        assert row.spare == pytest.approx(rows[0].spare, rel=0.05)
+        assert row.spare <= 24 << 20
+        assert row.slot <= 2 * output * 8 * row.nodes
+        assert row.stock == 4 * output * (8 * row.nodes + 1) > 2 * row.areas

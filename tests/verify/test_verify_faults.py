@@ -20,10 +20,13 @@ from tide.errors import PlanError
 from tide.topology import Topology
 
 
-def plan(nodes: int, local: int, chunk: int, route: str, wide: str = "float32", reuse: bool = False) -> Compiled:
+def plan(
+    nodes: int, local: int, chunk: int, route: str, wide: str = "float32", reuse: bool = False, small: int = 0
+) -> Compiled:
     """Two units with direct, strided and bundled parameters, enough chunks to go round all rings.
 
     With ``reuse``, gradients are received in slots: by ring where one is ``wide``, else each in its own place.
+    ``small`` more parameters are enough for their gradients to travel packed.
     """
     mesh = Mesh((tuple(range(nodes * local)),))
 
@@ -34,7 +37,8 @@ def plan(nodes: int, local: int, chunk: int, route: str, wide: str = "float32", 
             Parameter(f"{name}.bias", (3 * nodes * local,), grad_dtype=wide),
             Parameter(f"{name}.norm", (5,)),
         )
-        return Unit(name, rows, mesh)
+        few = tuple(Parameter(f"{name}.small{i}", (16 * nodes * local,)) for i in range(small))
+        return Unit(name, rows + few, mesh)
 
     options = PlanOptions(
         slots=1,
@@ -59,6 +63,8 @@ PLANS = (
     plan(1, 3, 256, "push", "bfloat16", reuse=True),
     plan(3, 3, 256, "push", "bfloat16", reuse=True),
     plan(2, 2, 256, "push", "float32", reuse=True),
+    plan(1, 3, 512, "push", "bfloat16", reuse=True, small=6),
+    plan(1, 2, 512, "push", "bfloat16", small=9),
 )
 
 #: Where the message of a fault need not name a parameter: nothing but signals is concerned.
@@ -86,7 +92,10 @@ def test_every_fault_is_found_and_named(fault: Fault) -> None:
             assert re.search(r"of unit '(first|second)'", message), (what, message)
             assert re.search(r"rank \d", message), (what, message)
             if not fault.name.endswith(SIGNALS):
-                assert re.search(r"parameter (first|second)\.(wide|strided|bias|norm)\b", message), (what, message)
+                assert re.search(r"parameter (first|second)\.(wide|strided|bias|norm|small\d)\b", message), (
+                    what,
+                    message,
+                )
                 assert re.search(r"bytes \[\d+, \d+\)", message), (what, message)
     assert planted
 
