@@ -8,6 +8,7 @@ first that works everywhere.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Arena:
         Ends the mapping; the memory goes when the last tensor over it has gone.
     notes : list of (str, str)
         What was probed, with the answer.
+    seconds : float
+        Time that allocation and registration took on this rank.
     """
 
     provider: str
@@ -49,6 +52,7 @@ class Arena:
     owner: object
     close: Callable[[], None]
     notes: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class _View:
@@ -108,8 +112,10 @@ def open_arena(
         If no provider works on every rank; the message has each with its reason.
     """
     if group is None:
+        begin = time.perf_counter()
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None)
+        seconds = time.perf_counter() - begin
+        return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None, seconds=seconds)
     providers: dict[str, tuple[Callable[[], str | None], Callable[[], Arena]]] = {
         "nccl": (_probe_nccl, lambda: _open_nccl(size, rank, device, control, timeout)),
         "torch": (lambda: _probe_torch(device), lambda: _open_torch(size, rank, device, group, control, timeout)),
@@ -124,8 +130,10 @@ def open_arena(
         if reason is None:
             arena: Arena | None = None
             failure = None
+            begin = time.perf_counter()
             try:
                 arena = opened()
+                arena.seconds = time.perf_counter() - begin
             except (TideError, RuntimeError, OSError) as error:
                 failure = f"{type(error).__name__}: {error}"
             reason = _first(exchange(failure, control, timeout, f"state of arena provider {name}"))

@@ -34,7 +34,7 @@ class Awaited:
     total: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Lowered:
     """A program, ready to be issued again and again for one unit.
 
@@ -55,6 +55,8 @@ class Lowered:
     entry, vacated, unawaited : int, int, list of int
         Events that a call's streams begin after: what the caller did before, the slot's last readers (0 if there
         are none), ends of the slot's last all-gather if nobody waited for it.
+    last : int
+        Number of the last call.
     """
 
     program: Program
@@ -70,6 +72,7 @@ class Lowered:
     entry: int = 0
     vacated: int = 0
     unawaited: list[int] = field(default_factory=list)
+    last: int = 0
     _addresses: Int64s | None = None
     _keys: list[tuple[Buffer, int]] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)

@@ -106,7 +106,8 @@ class CudaTransport(Transport):
             place=Tuning(ctas=settings.place_ctas),
             accumulate=Tuning(ctas=settings.accumulate_ctas),
         )
-        self._lowered: dict[tuple[int, str], Lowered] = {}
+        self._lowered: dict[tuple[int, str], Lowered] = {}  # in the order of their last use
+        self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
         self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
         self._own: dict[tuple[int, Lane], int] = {}
@@ -228,9 +229,8 @@ class CudaTransport(Transport):
         with self._issue:
             self.raise_if_broken()
             self.driver.bind_thread()
-            lowered = self._lowered.get((id(program), binding.unit))
-            if lowered is None:
-                lowered = self._lower(program, binding)
+            lowered = self._lowered.pop((id(program), binding.unit), None) or self._lower(program, binding)
+            self._lowered[id(program), binding.unit] = lowered
             if len(self._tickets.get(program.collective, ())) > 1:
                 self._reap(program.collective)
             lowered.prepare(binding)
@@ -238,6 +238,7 @@ class CudaTransport(Transport):
             lowered.vacated = self._vacated.get(binding.slot, 0) if writes_slot else 0
             lowered.unawaited = self._unawaited(binding.slot) if writes_slot else []
             self._numbers += 1
+            lowered.last = self._numbers
             ticket = CudaTicket(self, self._numbers, binding, lowered)
             self.driver.range_push(lowered.name)
             try:
@@ -288,7 +289,14 @@ class CudaTransport(Transport):
                 f"unit {binding.unit!r}: runs {lowered.copies.widest_pitch()} bytes apart; this device's 2-D copies "
                 f"take at most {limit}. Shard another dim"
             )
-        self._lowered[id(program), binding.unit] = lowered
+        while len(self._lowered) >= self.most_prepared:
+            self._retired.append(self._lowered.pop(next(iter(self._lowered))))
+        for collective in self._tickets:
+            self._reap(collective)
+        oldest = min((tickets[0].number for tickets in self._tickets.values() if tickets), default=self._numbers + 1)
+        for old in [old for old in self._retired if old.last < oldest]:
+            self._retired.remove(old)
+            old.close()
         return lowered
 
     def _programs(self, program: Program, binding: Binding) -> Mapping[int, Program]:
@@ -434,13 +442,14 @@ class CudaTransport(Transport):
             if stuck:
                 return  # the device does not answer: destroying its streams would block for ever
             events = [*self._pool, *self._vacated.values(), *self._own.values()]
-            for lowered in self._lowered.values():
+            for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()
             for event in events:
                 self.driver.free_event(event)
             for stream in self._streams.values():
                 self.driver.free_stream(stream)
             self._lowered.clear()
+            self._retired.clear()
             self._gathers.clear()
             self._streams.clear()
             self._pool.clear()
