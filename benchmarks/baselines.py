@@ -83,6 +83,8 @@ class _WindowPool:
             self.free[kind] = [offset + index * _round(size) for index in range(count)]
             offset += count * _round(size)
         self.nbytes = offset
+        self.sizes = {kind: _round(size) for kind, (size, _) in sizes.items()}
+        self.used: dict[str, set[int]] = {kind: set() for kind in sizes}
         self.comm = Communicator(offset)
         self.live: dict[str, list[tuple[Any, int]]] = {kind: [] for kind in sizes}
 
@@ -97,7 +99,9 @@ class _WindowPool:
         self.live[kind] = still
         if not self.free[kind]:
             raise RuntimeError(f"symmetric-memory baseline: all {kind} buffers are in use")
-        place = self.free[kind].pop(0)
+        place = min(self.free[kind])  # as an allocator would: no more buffers than are in use at a time
+        self.free[kind].remove(place)
+        self.used[kind].add(place)
         tensor = self.comm.tensor(place, int(torch.Size(size).numel()), dtype)
         self.live[kind].append((StorageWeakRef(tensor.untyped_storage()), place))
         return tensor.view(*size)
@@ -133,6 +137,11 @@ class _SymmScatter(ReduceScatter):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.pool.comm.reduce_scatter_mean(input_tensor, output_tensor)
+
+
+def windows_used() -> int:
+    """Bytes of the windows that have ever been handed out: what a pool that grows as needed would hold."""
+    return sum(len(places) * pool.sizes[kind] for pool in _pools for kind, places in pool.used.items())
 
 
 def use_symmetric_memory(model: nn.Module) -> int:
