@@ -114,7 +114,8 @@ class _WindowPool:
     def __init__(self, model: nn.Module, itemsize: int, count: int, policy: int, ctas: int | None = None) -> None:
         largest = max(sum(p._sharded_param_data.numel() for p in group.fsdp_params) for group in groups_of(model))
         size = _round(itemsize * largest * dist.get_world_size())
-        self.nbytes = count * size
+        self.nbytes, self.size = count * size, size
+        self.used: set[int] = set()
         self.free = [index * size for index in range(count)]
         self.live: list[tuple[Any, int]] = []
         self.comm = Communicator(self.nbytes, policy, ctas)
@@ -130,7 +131,9 @@ class _WindowPool:
         self.live = still
         if not self.free:
             raise RuntimeError("symmetric-memory baseline: all buffers are in use")
-        place = self.free.pop(0)
+        place = min(self.free)  # as an allocator would: no more buffers than are in use at a time
+        self.free.remove(place)
+        self.used.add(place)
         tensor = self.comm.tensor(place, int(torch.Size(size).numel()), dtype)
         self.live.append((StorageWeakRef(tensor.untyped_storage()), place))
         return tensor.view(*size)
@@ -166,6 +169,11 @@ class _SymmScatter(ReduceScatter):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.pool.comm.reduce_scatter_mean(input_tensor, output_tensor)
+
+
+def windows_used() -> int:
+    """Bytes of the windows that have ever been handed out: what a pool that grows as needed would hold."""
+    return sum(len(pool.used) * pool.size for pool in _pools)
 
 
 def use_symmetric_memory(model: nn.Module, scatter: str = "") -> int:

@@ -105,6 +105,19 @@ class WanBlock(nn.Module):
         return x + self.down(F.gelu(self.up(h), approximate="tanh")) * (1 + gate2)
 
 
+class EmbeddingBlock(nn.Module):
+    """Embedding and head of Llama-3.1-70B, untied, in one unit."""
+
+    def __init__(self, vocabulary: int = 128256, dim: int = 8192) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, dim), nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(batch, length, dim)`` to the same shape, by way of the tokens that its first elements stand for."""
+        h = self.embed((x[..., 0].abs() * 1000).long())
+        return h * self.head(h).float().logsumexp(-1, keepdim=True).to(h.dtype)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model's blocks as the benchmarks use them."""
@@ -133,4 +146,5 @@ CASES = {
     "llama": Case("Llama-3.1-70B", lambda: Block(LlamaConfig()), 4, 8192, (1024, 2048, 4096, 8192)),
     "qwen3": Case("Qwen3-30B-A3B", MoEBlock, 8, 2048, (4096, 16384)),
     "wan": Case("Wan2.2-A14B", WanBlock, 10, 5120, (4096, 16384)),
+    "embedding": Case("embedding and head", EmbeddingBlock, 1, 8192, (16,)),
 }

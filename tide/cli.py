@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tide.compiler.options import PlanOptions
+from tide.compiler.options import PlanOptions, with_prefetch
 from tide.errors import InputError, TideError
 from tide.plan import Plan, compile_plan, load_plan
 from tide.topology import PRESETS, Topology
@@ -66,8 +67,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=_count, default=8, help="GPUs a node; 8 by default")
     plan.add_argument("--links", choices=sorted(PRESETS), default="h200", help="link figures for predictions")
     plan.add_argument("--rank", type=int, default=0, help="rank that the report is for; 0 by default")
+    slots = plan.add_mutually_exclusive_group()
+    slots.add_argument(
+        "--slots",
+        type=_slots,
+        default=2,
+        help="modules that are whole in turn, or 'all' for a slot a unit; 2 by default",
+    )
+    slots.add_argument("--prefetch", type=int, help="modules that are gathered ahead, instead of --slots: one fewer")
     plan.add_argument(
-        "--slots", type=_slots, default=2, help="slots that units share, or 'all' for one a unit; 2 by default"
+        "--memory-limit",
+        type=_nbytes,
+        metavar="SIZE",
+        help="bytes a rank may need, e.g. 40GiB: chooses options that fit",
     )
     plan.add_argument("--dtype", default="bfloat16", help="element type of storage, or 'keep'; bfloat16 by default")
     plan.add_argument(
@@ -132,6 +144,14 @@ def _slots(text: str) -> int | None:
     return None if text == "all" else _count(text)
 
 
+def _nbytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"no size in {text!r}; write for example 40GiB, 40GB or 42949672960")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+
+
 def _ranks(text: str) -> list[int]:
     ranks: list[int] = []
     for part in text.split(","):
@@ -164,7 +184,8 @@ def _plan(chosen: argparse.Namespace) -> int:
         spec = read(chosen.model, topology=topology, policy=policy)
     else:
         raise InputError(f"no file and no public model {chosen.model!r}; public models are {', '.join(MODELS)}")
-    plan = compile_plan(spec, topology=topology, rank=chosen.rank, options=PlanOptions(slots=chosen.slots))
+    options = with_prefetch(PlanOptions(slots=chosen.slots if chosen.prefetch is None else None), chosen.prefetch)
+    plan = compile_plan(spec, topology=topology, rank=chosen.rank, options=options, memory_limit=chosen.memory_limit)
     if chosen.json == "-":
         print(plan.to_json())
         return 0

@@ -15,6 +15,10 @@ class PlanError(TideError):
     """A plan that does not prove: coverage, ownership, bounds, ordering or matching of waits."""
 
 
+class MemoryLimitError(TideError):
+    """A memory limit that no options of a plan fit into; the message names the smallest that they do."""
+
+
 class SlotError(TideError):
     """A slot that is asked to hold two units at the same time."""
 

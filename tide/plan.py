@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide.compiler.compile import Compiled, compile_spec
-from tide.compiler.options import PlanOptions
-from tide.compiler.read import read
+from tide.compiler.options import PlanOptions, with_prefetch
+from tide.compiler.read import needs_padding, read
 from tide.compiler.steps import Program
 from tide.compiler.verify import Proof, verify
 from tide.errors import CapabilityError, InputError
@@ -37,6 +38,8 @@ def compile_plan(
     reshard_after_forward: bool = True,
     rank: int | None = None,
     options: PlanOptions | None = None,
+    prefetch: int | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
     """Compiles the addressing plan of a model.
 
@@ -65,6 +68,12 @@ def compile_plan(
     options : PlanOptions, optional
         Slots, bundling, chunking, routes. With ``multicast="auto"`` or ``switch_reduce="auto"`` and a process group
         of the topology's size the call is collective: both are off unless every rank's switch can.
+    prefetch : int, optional
+        Modules that are gathered ahead of the one in use: another way to say ``options.slots``, which is one more.
+    memory_limit : int, optional
+        Bytes that a rank has for what :meth:`Plan.report` counts under TIDE (optimizer state and activations are not
+        in it). If the options need more, others are chosen that fit, at the least predicted cost; the report says
+        what was given up.
 
     Returns
     -------
@@ -75,6 +84,8 @@ def compile_plan(
     ------
     InputError
         If the model, its mesh or the topology cannot be planned for; nothing is changed.
+    MemoryLimitError
+        If nothing fits ``memory_limit``; the message names the smallest limit that would do.
     """
     spec = read(
         model,
@@ -90,10 +101,21 @@ def compile_plan(
         topology = Topology.discover(_world_size(spec))
     if options is not None and not isinstance(options, PlanOptions):
         raise InputError(f"options: expected tide.PlanOptions, got {type(options).__name__}")
-    compiled = compile_spec(spec, topology, _settled(options or PlanOptions(), topology))
+    options = with_prefetch(options or PlanOptions(), prefetch)
+    if needs_padding(model) and not options.padded_storage:
+        options = replace(options, padded_storage=True)
+    options = _settled(options, topology)
     rank = _checked(_current_rank() if rank is None else rank, topology)
+    remarks: tuple[str, ...] = ()
+    if memory_limit is None:
+        compiled = compile_spec(spec, topology, options)
+    else:
+        from tide.report.fit import fit
+
+        fitted = fit(spec, topology, options, memory_limit)
+        compiled, remarks = fitted.compiled, fitted.remarks
     verify(compiled, full=False)
-    return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None)
+    return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None, remarks)
 
 
 def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
@@ -124,21 +146,25 @@ class Plan:
         Layouts and programs of all ranks.
     rank : int
         The rank that holds it.
+    remarks : tuple of str
+        What was given up to fit a memory limit.
     """
 
-    __slots__ = ("__weakref__", "_agreed", "_model", "_opened", "_sessions", "compiled", "rank")
+    __slots__ = ("__weakref__", "_agreed", "_model", "_opened", "_sessions", "compiled", "rank", "remarks")
 
     compiled: Compiled
     rank: int
+    remarks: tuple[str, ...]
     _model: Any
     _sessions: dict[str, Session]
     _opened: dict[str, Any]
     _agreed: set[frozenset[tuple[str, str]]]
 
-    def __init__(self, compiled: Compiled, rank: int, model: Any = None) -> None:
+    def __init__(self, compiled: Compiled, rank: int, model: Any = None, remarks: Sequence[str] = ()) -> None:
         for name, value in (
             ("compiled", compiled),
             ("rank", rank),
+            ("remarks", tuple(remarks)),
             ("_model", model),
             ("_sessions", {}),
             ("_opened", {}),
@@ -254,7 +280,9 @@ class Plan:
         """What the plan does, unit by unit: a :class:`tide.report.PlanReport`; ``print`` it."""
         from tide.report import plan_report
 
-        return plan_report(self.compiled, self.rank)
+        return plan_report(
+            self.compiled, self.rank, self.remarks, [session.transport.opened for session in self._sessions.values()]
+        )
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, also written to ``path`` if given. :func:`load_plan` reads it."""
@@ -268,7 +296,8 @@ class Plan:
         return (
             f"<tide.Plan {self.spec.source or 'model'}: {len(self.units)} units, {parameters} parameters, "
             f"{_gib(sum(unit.nbytes for unit in self.units))}; {self.topology}, rank {self.rank}; "
-            f"arena {_gib(self.compiled.arena.size)}; {self.digest[:12]}>"
+            f"arena {_gib(self.compiled.arena.size)}; {self.digest[:12]}"
+            f"{'; to fit: ' if self.remarks else ''}{'; '.join(self.remarks)}>"
         )
 
     def _repr_html_(self) -> str:

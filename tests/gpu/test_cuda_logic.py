@@ -22,6 +22,7 @@ from tide.compiler.options import ROUTES, PlanOptions
 from tide.compiler.shard import shard
 from tide.compiler.steps import Buffer, Copy, Lane, Place, Program, Region, Signal, Stream, Transfer, Wait
 from tide.errors import InputError, PeerError, PlanError
+from tide.report.memory import scratch_nbytes
 from tide.session import Session
 from tide.topology import Topology
 from tide.torch_types import to_torch
@@ -30,6 +31,7 @@ from tide.transport.cuda import CudaTicket, Settings
 from tide.transport.cuda.bases import Bases
 from tide.transport.cuda.copies import LONG_RUN, CopyArrays
 from tide.transport.cuda.launcher import parameters_of, plain_launch
+from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import MOST, Staging
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
@@ -589,6 +591,54 @@ def test_subset_of_the_gradients_and_wider_ones() -> None:
         whole = values((12, 48), "float32", 0) + values((12, 48), "float32", 1)
         for rank, out in enumerate(wide):
             assert torch.equal(out, cut(whole, 0, 2, rank))
+
+
+@routes
+def test_tables_take_no_more_memory_than_is_stated(route: str) -> None:
+    compiled = compiled_for(Topology(1, 3), route=route)
+    machine = Machine(0)
+    with cluster(compiled, machine, settings=Settings()) as made:
+        for unit in compiled.spec.units:
+            gather(made, unit.name, 1)
+            machine.finish()
+            for session in made.sessions:
+                session.release(unit.name)
+            outs = scatter(made, unit.name, 2)
+            machine.finish()
+            check_reduced(made, unit.name, 2, outs)
+        for session in made.sessions:
+            lowered = session.transport._lowered.values()  # type: ignore[attr-defined]
+            taken = sum(launches.memory.nbytes for made_ in lowered for launches in made_.sets.values())
+            taken += session.transport._values.nbytes  # type: ignore[attr-defined]
+            assert taken <= scratch_nbytes(compiled, session.rank) <= 8 * taken
+
+
+def test_programs_that_are_given_up_stay_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three are kept prepared; what is under way keeps its tables and events, whatever comes after it."""
+    compiled = compiled_for(Topology(1, 2), ["block0"])
+    machine = Machine(0)
+    closed: list[Lowered] = []
+    close = Lowered.close
+    monkeypatch.setattr(Lowered, "close", lambda lowered: (closed.append(lowered), close(lowered)))
+    with cluster(compiled, machine) as made:
+        transports = [session.transport for session in made.sessions]
+        for transport in transports:
+            transport.most_prepared = 3
+        reduced = []
+        for number, subset in enumerate([[0], [1], [2], [0, 1], [0, 2], [1, 2], [0], [1]]):
+            reduced.append((number, scatter(made, "block0", number, subset=subset)))
+            for transport in transports:
+                assert len(transport._lowered) <= 3  # type: ignore[attr-defined]
+        before = [len(transport._retired) for transport in transports]  # type: ignore[attr-defined]
+        assert min(before) >= 5, "none of them has ended yet"
+        machine.finish()
+        for number, outs in reduced:
+            check_reduced(made, "block0", number, outs)
+        assert not closed
+        outs = scatter(made, "block0", 9, subset=[0, 1, 2])
+        assert len(closed) == sum(before) + len(transports), "those, and one more each that made room"
+        machine.finish()
+        check_reduced(made, "block0", 9, outs)
 
 
 def test_gradients_move_between_calls() -> None:

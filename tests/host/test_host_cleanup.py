@@ -189,7 +189,7 @@ def test_arena_tensor() -> None:
     for offset, numel in ((-4, 1), (compiled.arena.size - 4, 2)):
         with pytest.raises(ValueError, match="outside an arena"):
             transport.arena_tensor(offset, numel, torch.float32)
-    assert dict(transport.describe())["memory"].startswith("memfd")
+    assert dict(transport.describe())["arena"].startswith("memfd")
     transport.close()
 
 

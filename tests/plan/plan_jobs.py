@@ -73,6 +73,8 @@ def whole_model(rank: int, world: int, slots: int | None, route: str) -> list[st
                 for parameter in model.parameters():
                     parameter.add_(1.0)
             plan.release()
+        if "open: transport host, arena: memfd, " not in str(plan.report()):
+            wrong.append("report of the open transport")
         for unit in plan.units:
             plan.all_gather(unit.name)
             plan.release(unit.name)

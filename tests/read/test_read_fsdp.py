@@ -90,6 +90,10 @@ def whole(spec: ModelSpec) -> dict[str, bool]:
     return {unit.name: unit.stays_whole for unit in spec.units}
 
 
+def nesting(spec: ModelSpec) -> dict[str, object]:
+    return {unit.name: (unit.stays_whole, unit.depth, unit.tail) for unit in spec.units}
+
+
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1), (3, 2), (4, 0), (8, 7), (16, 5)])
 def test_same_as_the_plain_module_and_as_fsdp(fake_world: Callable, size: int, rank: int) -> None:
     plain = read(Model(), topology=Topology(1, size), policy=Policy())
@@ -276,7 +280,8 @@ def test_mesh_in_another_order_of_ranks(fake_world: Callable) -> None:
 def test_reshard_after_forward(fake_world: Callable, option: Any, blocks: bool) -> None:
     with fake_world(4):
         spec = read(shard(Model(), reshard_after_forward=option))
-    assert whole(spec) == {"": True, "layers.0": blocks, "layers.1": blocks}
+    assert whole(spec) == {"": option is None or blocks, "layers.0": blocks, "layers.1": blocks}
+    assert [unit.depth for unit in spec.units] == [0, 1, 1]
 
 
 def test_root_without_nested_units(fake_world: Callable) -> None:
@@ -297,12 +302,12 @@ def test_settings_made_after_sharding(fake_world: Callable) -> None:
         assert whole(read(model)) == {"": True, "layers.0": True, "layers.1": True}
 
 
-def test_nested_units_keep_the_outer_one_whole(fake_world: Callable) -> None:
+def test_nested_units_know_how_deep_they_are(fake_world: Callable) -> None:
     with fake_world(2):
         model = Model(1)
         fully_shard(model.layers[0].up)
         spec = read(shard(model))
-    assert whole(spec) == {"": True, "layers.0": True, "layers.0.up": False}
+    assert nesting(spec) == {"": (True, 0, (1,)), "layers.0": (False, 1, (0, 1)), "layers.0.up": (False, 2, ())}
     assert spec.unit("layers.0.up").lives_with != spec.unit("layers.0").lives_with
 
 
@@ -488,7 +493,9 @@ def test_dtypes_are_those_that_fsdp_settles(
         assert parameter.shard_dtype == str(settled.orig_dtype).removeprefix("torch.")
         storage = settled.param_dtype or settled.orig_dtype
         assert parameter.dtype == str(storage).removeprefix("torch.")
-        assert parameter.grad_dtype == (parameter.dtype if trainable else None)
+        sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+        smaller = sizes[parameter.out_dtype] < sizes[parameter.dtype]
+        assert parameter.grad_dtype == ((parameter.out_dtype if smaller else parameter.dtype) if trainable else None)
         if introspect.torch_version() < (2, 15):
             assert parameter.out_dtype == str(settled.reduce_dtype or storage).removeprefix("torch.")
     if introspect.torch_version() < (2, 15):
@@ -544,7 +551,32 @@ def test_any_wrapping_of_any_tree(fake_world: Callable, data: st.DataObject) -> 
         fully_shard(model)
         spec = read(model)
     assert units(spec) == units(plain)
-    assert whole(spec) == whole(plain)
+    assert nesting(spec) == nesting(plain)
+
+
+class Two(nn.Module):
+    """Encoder and decoder, each with an embedding of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder_embed, self.encoder = nn.Embedding(10, 8), nn.ModuleList([Block()])
+        self.decoder_embed, self.decoder = nn.Embedding(10, 8), nn.ModuleList([Block()])
+        self.head = nn.Linear(8, 10)
+
+
+def test_a_second_embedding_stays_whole(fake_world: Callable) -> None:
+    """Its input has no gradient, so FSDP2 does not see its backward end before the encoder's has ended."""
+    wrap = ["encoder_embed", "encoder.0", "decoder_embed", "decoder.0", "head"]
+    plain = read(Two(), topology=Topology(1, 2), wrap=wrap)
+    assert [unit.name for unit in plain.units if unit.stays_whole] == ["decoder_embed"]
+    together = read(Two(), topology=Topology(1, 2), wrap=[("encoder_embed", "head"), *wrap[1:4]])
+    assert [unit.name for unit in together.units if unit.stays_whole] == ["encoder_embed, head", "decoder_embed"]
+    with fake_world(2):
+        model = Two()
+        for name in wrap:
+            fully_shard(model.get_submodule(name))
+        fully_shard(model)
+        assert read(model).units == plain.units
 
 
 def test_local_shards_hold_the_values(fake_world: Callable) -> None:

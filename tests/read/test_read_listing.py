@@ -121,12 +121,19 @@ def test_wrap_by_names_takes_the_innermost() -> None:
         "layers.0.mlp": ["layers.0.mlp.3.weight"],
         "head": ["head.weight"],
     }
-    assert {unit.name: unit.stays_whole for unit in spec.units} == {
-        "": True,
-        "layers.0": True,  # its nested unit runs while it is whole
-        "layers.0.mlp": False,
-        "head": False,
+    assert {unit.name: (unit.stays_whole, unit.depth) for unit in spec.units} == {
+        "": (True, 0),
+        "layers.0": (False, 1),
+        "layers.0.mlp": (False, 2),
+        "head": (False, 1),
     }
+    assert [unit.tail for unit in spec.units] == [(1, 2), (), (), ()]
+
+
+def test_outer_units_come_first() -> None:
+    spec = read({"a.b.w": (4,), "a.v": (4,), "u": (4,)}, topology=FOUR, wrap=["a.b", "a"])
+    assert list(units(spec)) == ["", "a", "a.b"]
+    assert [unit.tail for unit in spec.units] == [(0,), (0,), ()]
 
 
 def test_no_reshard_after_forward_keeps_every_unit_whole() -> None:

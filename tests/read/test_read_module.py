@@ -97,17 +97,19 @@ def test_ways_to_say_the_default(wrap: object) -> None:
     assert read(model, topology=FOUR, wrap=wrap).units == read(model, topology=FOUR).units
 
 
-def test_nested_units_keep_the_outer_one_whole() -> None:
+def test_nested_units_know_how_deep_they_are() -> None:
     spec = read(Model(1), topology=FOUR, wrap=["layers.0", "layers.0.up"])
     assert units(spec)["layers.0"] == ["layers.0.experts.0.weight", "layers.0.experts.1.weight", "layers.0.scale"]
     assert units(spec)["layers.0.up"] == ["layers.0.up.weight", "layers.0.up.bias"]
-    assert {unit.name: unit.stays_whole for unit in spec.units} == {"": True, "layers.0": True, "layers.0.up": False}
+    assert {unit.name: unit.depth for unit in spec.units} == {"": 0, "layers.0": 1, "layers.0.up": 2}
+    assert [unit.stays_whole for unit in spec.units] == [True, False, False]
 
 
 def test_two_modules_in_one_unit() -> None:
     spec = read(Model(1), topology=FOUR, wrap=[("head", "embed"), "layers.0"])
     assert list(units(spec)) == ["embed, head", "layers.0"]
-    assert not spec.unit("embed, head").stays_whole
+    assert spec.unit("embed, head").stays_whole, "the block runs between them"
+    assert not read(Model(1), topology=FOUR, wrap=[("layers.0", "head")]).unit("layers.0, head").stays_whole
 
 
 def test_without_policy_nothing_is_cast() -> None:

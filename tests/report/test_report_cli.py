@@ -142,3 +142,25 @@ def test_module_runs_without_torch_and_survives_a_closed_pipe(plan_file: Path) -
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("  from")
     assert done.stderr == ""
+
+
+def test_a_plan_that_fits_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "Llama-3.1-8B", "--gpus", "8"]
+    assert main([*plan, "--prefetch", "1", "--memory-limit", "12.6GiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "to fit the memory limit: " in out
+    assert "for a limit of 12.6 GiB" in out
+    assert main([*plan, "--memory-limit", "1GiB"]) == 1
+    told = capsys.readouterr().err
+    least = int(told.split("memory_limit=")[1].split(",")[0])
+    assert main([*plan, "--memory-limit", str(least)]) == 0
+    assert main([*plan, "--memory-limit", f"{least - 1}B"]) == 1
+
+
+@pytest.mark.parametrize(
+    "odd", [["--memory-limit", "much"], ["--memory-limit", "-1"], ["--slots", "3", "--prefetch", "1"]]
+)
+def test_odd_limits_are_wrong_usage(odd: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "Llama-3.1-8B", *odd])
+    assert ended.value.code == 2

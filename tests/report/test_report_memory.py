@@ -16,6 +16,9 @@ LLAMA_BLOCK = 2 * 16384 * 16384 + 2 * 1024 * 16384 + 3 * 53248 * 16384 + 2 * 163
 LLAMA_ROOT = 2 * 128256 * 16384 + 16384
 
 
+LLAMA_HEAD = 128256 * 16384 + 16384  # and the norm before it: after the blocks, so first in backward
+
+
 def test_llama_405b_on_64_ranks() -> None:
     """Every first dim divides by 64, so there is no padding."""
     assert LLAMA_BLOCK == 3_187_703_808
@@ -23,18 +26,32 @@ def test_llama_405b_on_64_ranks() -> None:
     found = memory(public("Llama-3.1-405B", 8, 8), 0)
     shards = 405_853_388_800 * 4 // 64
     assert (found.row("shards").tide, found.row("shards").stock) == (shards, shards)
-    assert found.row("reduced gradients").stock == shards
-    # stock, backward of a block: root and block whole, the next block's float32 gradients on their way
-    assert found.stock_peak == "the backward of model.layers.124"
-    assert found.row("flat all-gather buffers").stock == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    # stock, at the end of a block's backward: root and block whole, the next gathered, the last one's float32
+    # gradients being reduced, the head's gradient waiting for the embedding's. The last block that has a next
+    # one: the reduced gradients of all after it are there.
+    assert found.peaks["stock"] == "the backward of model.layers.1"
+    assert found.row("reduced gradients").stock == 124 * LLAMA_BLOCK * 4 // 64
     assert found.row("unsharded parameters").stock == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    assert found.row("flat all-gather buffers").stock == 2 * LLAMA_BLOCK
     assert found.row("reduce-scatter input").stock == 4 * LLAMA_BLOCK
-    assert found.row("whole gradients").stock == 2 * LLAMA_BLOCK
+    assert found.row("whole gradients").stock == 2 * (LLAMA_HEAD + LLAMA_BLOCK)
+    assert (
+        found.stock
+        == 94_555_722_752
+        == (shards + 124 * LLAMA_BLOCK // 16 + 2 * (LLAMA_ROOT + LLAMA_HEAD) + (2 + 2 + 4 + 2) * LLAMA_BLOCK)
+    )
+    # symmetric memory: two flat buffers in forward, root and block; a reduce-scatter input of either
+    windows = [2 * LLAMA_ROOT, 2 * LLAMA_BLOCK, 4 * LLAMA_BLOCK, 4 * LLAMA_ROOT]
+    assert found.row("windows of flat buffers").symmetric == sum(-(-size >> 21 << 21) for size in windows)
+    assert found.row("flat all-gather buffers").symmetric == found.row("reduce-scatter input").symmetric == 0
     # TIDE: the root's slot and two of a block's, each with a bundle of its two norms
     assert found.row("slots").tide == 2 * LLAMA_ROOT + 2 * (2 * LLAMA_BLOCK + 2 * 32768)
-    assert found.row("whole gradients").tide == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
+    # the first blocks' gradients, those of the second still read, and the head's
+    assert found.peaks["tide"] == "the backward of model.layers.0"
+    assert found.row("reduced gradients").tide == 125 * LLAMA_BLOCK * 4 // 64
+    assert found.row("whole gradients").tide == 2 * (LLAMA_HEAD + 2 * LLAMA_BLOCK)
     assert found.row("running sums").tide == 0
-    assert found.stock == 2 * shards + 4 * (LLAMA_ROOT + LLAMA_BLOCK) + 6 * LLAMA_BLOCK == 99_419_547_648
+    assert found.row("scratch").tide < 64 << 20
 
 
 def test_llama_405b_on_1024_ranks() -> None:
@@ -43,12 +60,13 @@ def test_llama_405b_on_1024_ranks() -> None:
     found = memory(public("Llama-3.1-405B", 128, 8), 1023)
     assert found.row("shards").stock == (126 * LLAMA_BLOCK + root) * 4 // 1024
     assert found.row("unsharded parameters").stock == 2 * (root + LLAMA_BLOCK)
-    assert found.row("flat all-gather buffers").stock == 2 * (root + LLAMA_BLOCK)
+    assert found.row("flat all-gather buffers").stock == 2 * LLAMA_BLOCK
     assert found.row("reduce-scatter input").stock == 4 * LLAMA_BLOCK
+    windows = found.row("windows of flat buffers").symmetric
+    assert windows == pytest.approx(6 * (root + LLAMA_BLOCK), abs=4 << 21)
     # TIDE gathers no padding; the bundle now holds both norms and the two 1,024-row projections
     bundle = 2 * (2 * 16384 + 2 * 1024 * 16384)
     assert found.row("slots").tide == pytest.approx(2 * LLAMA_ROOT + 2 * (2 * LLAMA_BLOCK + bundle), abs=3 * 4096)
-    assert found.row("whole gradients").tide == 2 * (LLAMA_ROOT + LLAMA_BLOCK)
 
 
 # DeepSeek-V3: width 7,168, 256 experts of 2,048, 3 dense blocks of 18,432, vocabulary 129,280.
@@ -75,13 +93,18 @@ def test_deepseek_v3(nodes: int, experts: int) -> None:
     found = memory(public("DeepSeek-V3", nodes, 8), 5)
     assert found.row("shards").stock == (root + 3 * dense + 58 * block) * 4 // ranks
     assert found.row("shards").tide == found.row("shards").stock
-    assert found.stock_peak == "the backward of model.layers.59"
-    assert found.row("flat all-gather buffers").stock == 2 * 2 * block
+    head = 129280 * 7168 + 7168
+    # the last block of experts before another such block, or the last one where what is reduced outweighs that
+    assert found.peaks["stock"] == "the backward of model.layers.4"
+    assert found.row("reduced gradients").stock == 56 * block * 4 // ranks
+    assert found.row("flat all-gather buffers").stock == 2 * block
     assert found.row("unsharded parameters").stock == 2 * (root + block)
     assert found.row("reduce-scatter input").stock == 4 * block
-    assert found.row("whole gradients").stock == 2 * whole_block
-    assert found.row("whole gradients").tide == 2 * 2 * whole_block
-    slots = 2 * whole_root + 2 * 2 * deepseek(1)[1] + 2 * 2 * whole_block
+    assert found.row("whole gradients").stock == 2 * (head + whole_block)
+    assert found.peaks["tide"] == "the backward of model.layers.3"
+    assert found.row("whole gradients").tide == 2 * (head + 2 * whole_block)
+    # dense blocks take turns in the slots of blocks of experts
+    slots = 2 * whole_root + 2 * 2 * whole_block
     assert slots < found.row("slots").tide < 1.01 * slots
 
 
@@ -89,17 +112,27 @@ def test_the_arena_is_accounted_for_in_full() -> None:
     compiled = public("Qwen3-30B-A3B", 2, 8)
     found = memory(compiled, 0)
     names = (
-        "slots", "receive area", "partial and wire areas", "packed gradients", "spread area", "signals",
+        "slots",
+        "receive area",
+        "partial and wire areas",
+        "packed gradients",
+        "spread area",
+        "signals",
     )
     assert sum(found.row(name).tide for name in names) == compiled.arena.size
-    assert found.tide == sum(row.tide for row in found.rows)
-    assert found.stock == sum(row.stock for row in found.rows)
+    for column in ("tide", "symmetric", "stock"):
+        assert found.total(column) == getattr(found, column) == sum(getattr(row, column) for row in found.rows) > 0
+    assert found.reuse == 0
+    assert "reuse" not in found.peaks
+    both = memory(compiled, 0, compiled)
+    assert both.reuse == both.tide == found.tide
+    assert both.peaks["reuse"] == both.peaks["tide"]
 
 
 def test_running_sums_where_the_output_is_not_float32() -> None:
     compiled = tiny({"w": (1024, 64)}, gpus=4, parameter={"out_dtype": "bfloat16"})
     found = memory(compiled, 1)
-    assert found.row("running sums").tide == 1024 * 64 * 4 // 4
+    assert found.row("running sums").tide == 2 * 1024 * 64 * 4 // 4, "those of the step before are given up later"
     assert found.row("unsharded parameters").stock + found.row("reduce-scatter input").stock == 1024 * 64 * 2
 
 
@@ -122,7 +155,10 @@ def test_groups_of_one_module_count_together_and_others_not() -> None:
     compiled = compile_spec(ModelSpec(units, "moe"), Topology(1, 4), PlanOptions())
     found = memory(compiled, 0)
     assert found.row("shards").tide == 64 * 64 * 4 // 4 + 64 * 128 * 4 // 2
-    assert found.row("unsharded parameters").stock + found.row("reduce-scatter input").stock == 4 * (64 * 64 + 64 * 128)
+    # FSDP2 reduces the second group first, while the first is still whole
+    assert found.peaks["stock"] == "the copy-in of the gradients of block"
+    assert found.row("unsharded parameters").stock == 2 * 64 * 64
+    assert found.row("reduce-scatter input").stock == 4 * 64 * 128
     assert found.row("whole gradients").tide == 2 * (64 * 64 + 64 * 128)
     assert memory(compiled, 3).row("shards").tide > 4096 * 4096
 

@@ -125,7 +125,7 @@ def test_text_fits_and_says_what_it_rests_on(name: str, nodes: int, gpus: int) -
     assert text.isprintable() or set(text) - set(filter(str.isprintable, text)) == {"\n"}
     assert name in text.splitlines()[0]
     assert "Times are predictions from stated rates, not measurements" in text
-    assert "Not counted on either side: optimizer state, activations." in text
+    assert "Not counted anywhere: optimizer state, activations." in text
     for row in report.rows:
         assert row.all_gather_reason[:40] in text.replace("\n    ", " ")
 

@@ -27,6 +27,9 @@ from tide.topology import Team, Topology, team_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter")
 
+#: Subsets of units' gradients, or other types of them, whose programs are kept: those used last.
+SUBSETS = 64
+
 #: Parts of a parameter that decide its layout and programs; its name does not.
 _Signature = tuple[tuple[object, ...], ...]
 
@@ -41,6 +44,9 @@ def _signature(unit: Unit, crosses: bool) -> _Signature:
 @dataclass(frozen=True, eq=False, slots=True)
 class Compiled:
     """Layouts and programs of all ranks; programs are made when first asked for, and kept.
+
+    Programs of a subset of a unit's gradients are kept for the last `SUBSETS` subsets only, so that a model which
+    trains another part of itself each step does not fill the memory.
 
     Attributes
     ----------
@@ -73,7 +79,8 @@ class Compiled:
     overrides: Mapping[tuple[str, str, int], Program] = field(default_factory=dict)
     _signatures: dict[str, int] = field(default_factory=dict)
     _teams: dict[tuple[Mesh, int], Team] = field(default_factory=dict)
-    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], dict[int, Program]] = field(default_factory=dict)
+    _partial: dict[tuple[object, ...], dict[int, Program]] = field(default_factory=dict)
 
     def group(self, unit: str, rank: int) -> tuple[tuple[int, ...], int]:
         """World ranks of the shard group of ``rank`` for ``unit``, and its position there."""
@@ -144,15 +151,23 @@ class Compiled:
         chosen = None if subset is None else tuple(subset)
         other = tuple(sorted(grad_dtypes.items())) if grad_dtypes else ()
         memory = context.slot_bytes, context.by_switch
-        key = (self._signatures[unit], context.team, collective, position, chosen, other, memory)
-        if key not in self._programs:
+        key = (self._signatures[unit], context.team, collective, chosen, other, memory)
+        made = self._kept(key) if chosen is not None or other else self._programs.setdefault(key, {})
+        if position not in made:
             if collective == "all_gather":
-                self._programs[key] = all_gather_program(context, position)
+                made[position] = all_gather_program(context, position)
             else:
                 if other:
                     context = _with_grad_dtypes(context, dict(other))
-                self._programs[key] = reduce_scatter_program(context, position, chosen)
-        return self._programs[key]
+                made[position] = reduce_scatter_program(context, position, chosen)
+        return made[position]
+
+    def _kept(self, key: tuple[object, ...]) -> dict[int, Program]:
+        """Programs of one subset, by position; it is now the one used last."""
+        found = self._partial[key] = self._partial.pop(key, {})
+        while len(self._partial) > SUBSETS:
+            del self._partial[next(iter(self._partial))]
+        return found
 
     def with_program(self, unit: str, rank: int, program: Program) -> Compiled:
         """A copy in which ``rank`` runs ``program`` for ``unit``; for experiments and tests."""
@@ -249,12 +264,13 @@ def spec_to_dict(spec: ModelSpec) -> dict[str, object]:
             [p.name, list(p.shape), p.dim, p.dtype, p.shard_dtype, p.grad_dtype, p.out_dtype, list(p.aliases)]
             for p in unit.parameters
         ]
-        units.append([unit.name, mesh, unit.stays_whole, unit.lives_with, unit.depth, parameters])
+        units.append([unit.name, mesh, unit.stays_whole, unit.lives_with, unit.depth, list(unit.tail), parameters])
     return {
         "source": spec.source,
         "skipped": [list(row) for row in spec.skipped],
         "meshes": [[list(group) for group in mesh.groups] for mesh in meshes],
         "units": units,
+        "apart": [list(pair) for pair in spec.apart],
     }
 
 
@@ -262,20 +278,21 @@ def spec_from_dict(data: Mapping[str, object]) -> ModelSpec:
     """Inverse of :func:`spec_to_dict`."""
     meshes = [Mesh(tuple(tuple(group) for group in groups)) for groups in data["meshes"]]  # type: ignore[attr-defined]
     units = []
-    for name, mesh, stays_whole, lives_with, depth, rows in data["units"]:  # type: ignore[attr-defined]
+    for name, mesh, stays_whole, lives_with, depth, tail, rows in data["units"]:  # type: ignore[attr-defined]
         parameters = tuple(
             Parameter(row[0], tuple(row[1]), row[2], row[3], row[4], row[5], row[6], tuple(row[7])) for row in rows
         )
-        units.append(Unit(name, parameters, meshes[mesh], stays_whole, lives_with, depth))
+        units.append(Unit(name, parameters, meshes[mesh], stays_whole, lives_with, depth, tuple(tail)))
     skipped = tuple((row[0], row[1]) for row in data["skipped"])  # type: ignore[attr-defined]
-    return ModelSpec(tuple(units), str(data["source"]), skipped)
+    apart = tuple((first, second) for first, second in data["apart"])  # type: ignore[attr-defined]
+    return ModelSpec(tuple(units), str(data["source"]), skipped, apart)
 
 
 def digest(spec: ModelSpec, topology: Topology, options: PlanOptions) -> str:
     """Hash of all that decides layouts and programs."""
     content = {
         "format": FORMAT,
-        "spec": {key: value for key, value in spec_to_dict(spec).items() if key in ("meshes", "units")},
+        "spec": {key: value for key, value in spec_to_dict(spec).items() if key in ("meshes", "units", "apart")},
         "topology": [topology.nodes, topology.gpus_per_node],
         "options": options.to_dict(),
     }

@@ -140,14 +140,16 @@ class Unit:
     mesh : Mesh
         The ranks that shard them.
     stays_whole : bool
-        Not resharded between forward and backward, or holding nested units while they run: it then
-        owns its storage instead of sharing a slot.
+        Not resharded between forward and backward, or whole for as long otherwise (see
+        :func:`tide.compiler.read.nesting.nest`): it then owns its storage instead of sharing a slot.
     lives_with : int
         Units with the same number belong to one module and are whole at the same time (two
         parameter groups on different meshes in one block). Each unit has a number of its own otherwise.
     depth : int
-        How many units this one runs inside of. Units share slots only with units of their own depth, as those
-        they run inside of are whole at the same time.
+        How many units' modules this one runs inside of: the last unit of lesser depth before it, and so on.
+    tail : tuple of int
+        Of a unit that others run inside of: indices of its parameters that come after the first of those. Backward
+        makes their gradients first, and keeps them until the unit's own end.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Unit:
     stays_whole: bool = False
     lives_with: int = -1
     depth: int = 0
+    tail: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -179,11 +182,14 @@ class ModelSpec:
         Where it was read from, for reports.
     skipped : tuple of (str, str)
         Parameters left out of the plan, with the reason.
+    apart : tuple of (str, str)
+        Units that were seen to be whole at the same time, though the order of the units does not say so.
     """
 
     units: tuple[Unit, ...]
     source: str = ""
     skipped: tuple[tuple[str, str], ...] = field(default=())
+    apart: tuple[tuple[str, str], ...] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -205,6 +211,9 @@ class ModelSpec:
                         "a tied parameter belongs to one unit (list its other names as aliases)"
                     )
                 owners[parameter.name] = unit.name
+        for pair in self.apart:
+            if len(set(pair)) != 2 or not set(pair) <= set(names):
+                raise InputError(f"apart: {pair} are not two of the units")
 
     def unit(self, name: str) -> Unit:
         """The unit called ``name``."""

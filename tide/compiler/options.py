@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tide.errors import InputError
 
@@ -20,7 +20,9 @@ class PlanOptions:
     Parameters
     ----------
     slots : int or None
-        Slots that the units of one kind share in turn; None gives every unit storage of its own.
+        Modules that may be whole one after the other: the one in use and those that are gathered ahead, so one more
+        than `prefetch`. Units that are never whole at the same time then share slots, of as many sizes as take the
+        least room. None gives every unit storage of its own.
     alignment : int
         Bytes to which every parameter's storage is aligned; a power of two.
     bundle_bytes : int
@@ -122,6 +124,30 @@ class PlanOptions:
         if self.alignment & (self.alignment - 1):
             raise InputError(f"PlanOptions: alignment must be a power of two, got {self.alignment}")
 
+    @property
+    def prefetch(self) -> int | None:
+        """Modules that are gathered ahead of the one in use; None where every unit has storage of its own."""
+        return None if self.slots is None else self.slots - 1
+
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def with_prefetch(options: PlanOptions, prefetch: int | None) -> PlanOptions:
+    """The options with as many slots as gathering ``prefetch`` modules ahead takes; as they are for None.
+
+    Raises
+    ------
+    InputError
+        If the options say otherwise, or it is no whole number of at least 0.
+    """
+    if prefetch is None:
+        return options
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise InputError(f"prefetch must be a whole number of at least 0, got {prefetch!r}")
+    if options.slots not in (None, prefetch + 1):
+        raise InputError(
+            f"prefetch={prefetch} takes {prefetch + 1} slots, but slots is {options.slots}; give one of both"
+        )
+    return replace(options, slots=prefetch + 1)

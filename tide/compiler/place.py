@@ -21,6 +21,7 @@ from tide.compiler.dtypes import itemsize
 from tide.compiler.model import ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.shard import Int64, padded_numel, shard
+from tide.compiler.slots import assign_slots
 from tide.compiler.steps import SLOT_LANES, Lane
 from tide.topology import Team
 
@@ -255,34 +256,6 @@ class ArenaLayout:
     def signal_word(self, slot: int, lane: Lane, source: int) -> int:
         """Arena offset of the counter of signals from world rank ``source``."""
         return self.signals + (self.lane(slot, lane) * self.world_size + source) * SIGNAL_BYTES
-
-
-def assign_slots(spec: ModelSpec, sizes: dict[str, int], options: PlanOptions) -> list[tuple[str, ...]]:
-    """Units of each slot.
-
-    Units that stay whole own their slot. The others share ``options.slots`` slots a kind in turn, so
-    that forward and backward meet the same address. A kind is a mesh (signals of a slot are counted
-    among one group only), a depth of nesting, a place among the units that live together, and a size
-    within a factor of two (so that K slots are not K times the largest unit).
-    """
-    owned: list[tuple[str, ...]] = []
-    kinds: dict[object, list[str]] = {}
-    place_in_module: dict[int, int] = {}
-    for unit in spec.units:
-        order = 0
-        if unit.lives_with >= 0:
-            order = place_in_module.get(unit.lives_with, 0)
-            place_in_module[unit.lives_with] = order + 1
-        if options.slots is None or unit.stays_whole:
-            owned.append((unit.name,))
-        else:
-            kinds.setdefault((unit.mesh, unit.depth, order, sizes[unit.name].bit_length()), []).append(unit.name)
-    shared: list[tuple[str, ...]] = []
-    for names in kinds.values():
-        assert options.slots is not None
-        shared += [tuple(names[k :: options.slots]) for k in range(min(options.slots, len(names)))]
-    first = {unit.name: order for order, unit in enumerate(spec.units)}
-    return sorted(owned + shared, key=lambda names: first[names[0]])
 
 
 def lay_out_arena(

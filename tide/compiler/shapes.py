@@ -48,8 +48,8 @@ class Architecture:
 
     Parameters
     ----------
-    root : tuple of (str, tuple of int)
-        Parameters outside of the blocks.
+    root, after : tuple of (str, tuple of int)
+        Parameters outside of the blocks: those before and those after them.
     layers : str
         Name of the list of blocks.
     blocks : tuple of Blocks
@@ -59,12 +59,13 @@ class Architecture:
     root: Rows
     layers: str
     blocks: tuple[Blocks, ...]
+    after: Rows = ()
 
     @property
     def numel(self) -> int:
         """Parameters in all."""
         inside = sum(kind.count * _numel(kind.rows) for kind in self.blocks)
-        return inside + _numel(self.root)
+        return inside + _numel(self.root + self.after)
 
 
 def model_parameters(name: str, *, blocks: int | None = None) -> dict[str, Shape]:
@@ -151,6 +152,7 @@ def _expand(model: Architecture, limit: int | None) -> Iterator[tuple[str, Shape
         for number in range(kind.first, kind.first + (kind.count if limit is None else min(limit, kind.count))):
             for name, shape in kind.rows:
                 yield f"{model.layers}.{number}.{name}", shape
+    yield from model.after
 
 
 def _numel(rows: Rows) -> int:
@@ -198,11 +200,9 @@ def _norms(width: int) -> Rows:
 
 
 def _language_model(width: int, vocabulary: int, *blocks: Blocks) -> Architecture:
-    root = _weights(
-        "",
-        {"model.embed_tokens": (vocabulary, width), "model.norm": (width,), "lm_head": (vocabulary, width)},
-    )
-    return Architecture(root, "model.layers", blocks)
+    before = _weights("", {"model.embed_tokens": (vocabulary, width)})
+    after = _weights("", {"model.norm": (width,), "lm_head": (vocabulary, width)})
+    return Architecture(before, "model.layers", blocks, after)
 
 
 def _llama(width: int, inner: int, layers: int) -> Architecture:
@@ -285,8 +285,8 @@ def _wan22() -> Architecture:
         },
         bias=True,
     )
-    root += _weights("", {"proj_out": (64, width)}, bias=True)
-    return Architecture(root, "blocks", (Blocks("video transformer", 0, 40, block),))
+    after = _weights("", {"proj_out": (64, width)}, bias=True)
+    return Architecture(root, "blocks", (Blocks("video transformer", 0, 40, block),), after)
 
 
 #: Public models by the name they were published under.

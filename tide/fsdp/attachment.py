@@ -14,11 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import ModelSpec
-from tide.compiler.options import PlanOptions
+from tide.compiler.options import PlanOptions, with_prefetch
+from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError
 from tide.fsdp import introspect, seam, versions
-from tide.fsdp.configuration import Reading, Sticky, fingerprint, read_groups, slots_for
+from tide.fsdp.configuration import fingerprint, slots_for, why_not
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
 from tide.session import Session
@@ -44,6 +45,7 @@ def attach(
     debug: bool = False,
     reuse_forward: bool = False,
     slots: int | None = None,
+    prefetch: int | None = None,
     topology: Topology | None = None,
     options: PlanOptions | None = None,
 ) -> Attachment:
@@ -69,7 +71,10 @@ def attach(
         parameters are then those of the forward pass. Optimizer steps, ``load_state_dict`` and in-place operations
         on parameters in between are noticed, edits through ``.data`` are not; stock FSDP2 would gather those.
     slots : int, optional
-        Slots that units of one kind share; by default what the model's prefetching fills, two at least.
+        Modules that may be whole one after the other, see :class:`tide.PlanOptions`; by default what the model's
+        prefetching fills, two at least.
+    prefetch : int, optional
+        Modules that are gathered ahead: another way to say ``slots``, which is one more.
     topology : Topology, optional
         Where the ranks are; by default as the launcher says.
     options : PlanOptions, optional
@@ -92,6 +97,7 @@ def attach(
     options = options or PlanOptions()
     if slots is not None:
         options = replace(options, slots=slots)
+    options = with_prefetch(options, prefetch)
     versions.check()
     versions.check_copy_in()
     for wrapped in introspect.wrapped_modules(model):
@@ -130,7 +136,7 @@ class Attachment:
     compiled : Compiled or None
         The plan in use; None if every group runs stock.
     slots : int
-        Slots that units of one kind share.
+        Modules that may be whole one after the other.
     strict, debug, reuse_forward : bool
         As given.
     """
@@ -212,6 +218,7 @@ class Attachment:
             if self.compiled.topology.nodes > 1:
                 rows = self._session.transport.describe()
                 lines += [f"  {row}: {answer}" for row, answer in rows if row in ("network", "puts between nodes")]
+            lines.append(f"  {self._session.transport.opened}")
         for reading in self._readings:
             name = reading.name or "root"
             if reading.reason is not None:
@@ -234,26 +241,26 @@ class Attachment:
                 logger.warning(message)
 
     def learn(self, clash: str, unit: AttachedUnit, holder: AttachedUnit) -> None:
-        """Takes note of two units that were whole at once in one slot, so that the next step has room for both."""
-        likes = [other for other in self._units.values() if other.whole and other.like(unit)]
-        needed = max(self.slots, len(likes)) + 1
+        """Takes note of units that are whole at once with this one, so that the next step has room for all."""
+        whole = [other for other in self._units.values() if other.whole and other is not unit]
         if self._fixed_slots or not introspect.is_in_pass(unit.group):  # unsharded by hand: may be once only
-            remedy = f"tide.attach(model, slots={needed}) avoids it"
+            needed = max(self.slots, sum(other.like(unit) for other in whole)) + 1
+            remedy = f"tide.attach(model, slots={needed}) may avoid it"
         elif holder.ends_late:
             self._sticky.kept.add(holder.name)
             self._fingerprint = ()
             remedy = f"From the next step on {holder.name!r} has storage of its own"
         else:
-            self._sticky.more = max(self._sticky.more, needed - slots_for(self._readings))
+            self._sticky.apart |= {(min(unit.name, other.name), max(unit.name, other.name)) for other in whole}
             self._fingerprint = ()
-            remedy = "From the next step on there are more slots"
+            remedy = "From the next step on they have different slots"
         self.say_once(f"{clash}: FSDP2 gathers it into memory of its own. {remedy}")
 
     # Binding -----------------------------------------------------------------------------------
 
     def _bind(self) -> None:
         """Reads the model, compiles, opens the transport and lays the parameters on its storage."""
-        readings = read_groups(self._model, self._sticky)
+        readings = read_groups(self._model, self._sticky, why_not)
         if left := [reading for reading in readings if reading.reason is not None]:
             first = f"{left[0].name or 'root'!r}, since: {left[0].reason}"
             if self.strict:
@@ -275,11 +282,14 @@ class Attachment:
         units = tuple(reading.unit for reading in readings if reading.unit is not None)
         if not units:
             return None
-        self.slots = self._fixed_slots or slots_for(readings) + self._sticky.more
+        self.slots = self._fixed_slots or slots_for(readings)
         padded = any(r.unit is not None and introspect.reshards_smaller(r.group) for r in readings)
         options = replace(self._options, slots=self.slots, padded_storage=self._options.padded_storage or padded)
         skipped = tuple((name, r.reason) for r in readings if r.reason is not None for name in r.parameters)
-        spec = ModelSpec(units, source=f"fully_shard-ed {introspect.class_name(self._model)}", skipped=skipped)
+        names = {unit.name for unit in units}
+        apart = tuple(sorted(pair for pair in self._sticky.apart if names.issuperset(pair)))
+        source = f"fully_shard-ed {introspect.class_name(self._model)}"
+        spec = ModelSpec(units, source=source, skipped=skipped, apart=apart)
         compiled = compile_spec(spec, self._topology or Topology.discover(dist.get_world_size()), options)
         verify(compiled, full=False)
         return compiled

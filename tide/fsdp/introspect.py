@@ -43,8 +43,6 @@ class Wrapped:
         several when parameters of one module sit on different meshes.
     is_root : bool
         Whether FSDP2 treats (or will treat, at the first forward) this as the root.
-    nests : bool
-        Whether modules with groups of their own run inside of it.
     """
 
     names: tuple[str, ...]
@@ -52,7 +50,6 @@ class Wrapped:
     state: Any
     groups: tuple[Any, ...]
     is_root: bool
-    nests: bool
 
     @property
     def name(self) -> str:
@@ -135,14 +132,10 @@ def wrapped_modules(root: Any) -> tuple[Wrapped, ...]:
         if is_fsdp(module):
             members.setdefault(id(state_of(module)), []).append((name, module))
     enclosed: set[int] = set()
-    nesting: set[int] = set()
     for key, named in members.items():
         for _, module in named:
-            for inner in module.modules():
-                if is_fsdp(inner) and id(state_of(inner)) != key:
-                    enclosed.add(id(state_of(inner)))
-                    if groups_of(inner):
-                        nesting.add(key)
+            inside = (id(state_of(inner)) for inner in module.modules() if is_fsdp(inner))
+            enclosed.update(state for state in inside if state != key)
     found = []
     for key, named in members.items():
         module = named[0][1]
@@ -150,19 +143,18 @@ def wrapped_modules(root: Any) -> tuple[Wrapped, ...]:
         # None until the first forward; the outermost state becomes the root then
         is_root = key not in enclosed if state._is_root is None else bool(state._is_root)
         names, modules = zip(*named, strict=True)
-        found.append(Wrapped(names, modules, state, groups_of(module), is_root, key in nesting))
+        found.append(Wrapped(names, modules, state, groups_of(module), is_root))
     return tuple(found)
 
 
 def stays_whole(wrapped: Wrapped, group: Any) -> bool:
-    """Whether a group's parameters stay whole while other groups come and go.
+    """Whether a group's parameters stay whole from one pass to the next.
 
-    True without reshard after forward (which FSDP2 turns off for the root unless told otherwise),
-    without reshard after backward, and for a module that has nested groups running inside of it.
+    True without reshard after forward (which FSDP2 turns off for the root unless told otherwise), and
+    without reshard after backward.
     """
     return (
-        wrapped.nests
-        or group.post_forward_mesh_info is None
+        group.post_forward_mesh_info is None
         or (wrapped.is_root and bool(wrapped.state._auto_reshard_after_forward))
         or not group.reshard_after_backward
     )

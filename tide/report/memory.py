@@ -1,53 +1,75 @@
-"""Memory that a rank needs for FSDP2's collectives, under TIDE and under stock FSDP2, before anything runs.
+"""Memory that a rank needs for FSDP2's collectives, stated before anything runs, in four ways of running them.
 
-Of each unit ``u``, over ``W`` shards, with FSDP2's padding to ``ceil(d / W) · W`` rows::
+==========  =======================================================================================
+stock       FSDP2 as it is
+symmetric   FSDP2 with symmetric memory: its flat all-gather buffers and reduce-scatter inputs lie in
+            windows, segments of a pool that are never given back
+TIDE        the plan as it is
+slot reuse  the plan with Slot-Reuse: what the reduce-scatter receives lies in the unit's own slot
+==========  =======================================================================================
 
-    U(u)   unsharded parameters    Σ padded elements · itemsize(dtype)
-    R(u)   reduce-scatter input    Σ padded elements of trainable parameters · itemsize(out_dtype)
-    G(u)   whole gradients         Σ elements of trainable parameters · itemsize(grad_dtype)
+All have the resident shards, padded as FSDP2 pads them, which TIDE leaves alone, and the reduced gradients, which
+FSDP2 keeps until the optimizer has used them. The rest is what :mod:`tide.report.peak` finds at the worst moment
+of a step, and under TIDE the arena and what its kernels read their addresses from. All of it is counted as torch's
+allocator counts it (``max_memory_allocated``), with the windows and the arena, which lie outside of it.
 
-Both have the resident shards, ``Σ padded elements / W · itemsize(shard_dtype)``, which FSDP2 allocates and
-TIDE leaves alone, and the reduced gradients of the same size and type, which FSDP2 keeps until the
-optimizer has used them (in stock FSDP2 they are the output of the reduce-scatter).
-
-Stock FSDP2, backward, while unit ``i`` computes and the reduce-scatter of the unit after it is under way::
-
-    flat all-gather buffers    max over consecutive units of U(i) + U(i+1)   (a pool of their own)
-    unsharded parameters       U(i) + Σ U(units before i that stay whole)
-    reduce-scatter input       R(i+1)
-    whole gradients            G(i)
-
-or, at the moment in which the gradients of ``i`` are copied in, ``U(i)`` gone and ``R(i)`` in place of
-``R(i+1)``; the larger of the two, over all units, counts. TIDE has its arena, of constant size, and::
-
-    whole gradients            G(i) + G(i+1)     phase 1 still reads those of i+1
-    running sums               float32, where the reduced gradient is not float32 itself
-
-Units of one module (two groups on different meshes in one block) count as one. Not counted on either
-side: optimizer state, activations, the buffer into which stock FSDP2 casts its own shard.
+Not counted anywhere: the optimizer's state, and activations, with what else the model's own computation allocates.
+Both are the same in all columns. Where activations peak at another moment than the collectives, the sum of the two
+peaks is an upper bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
-from tide.compiler.compile import Compiled
-from tide.compiler.dtypes import itemsize
-from tide.compiler.model import Unit
-from tide.compiler.shard import padded_numel, shard
+from tide.compiler.compile import Compiled, compile_spec
+from tide.compiler.options import PlanOptions
+from tide.compiler.steps import Accumulate, Place, SwitchReduce
+from tide.report import peak
+from tide.report.peak import Ledger, StockStep, TideStep, shard_nbytes, unsharded_nbytes
+
+__all__ = ["COLUMNS", "EXCLUDED", "Memory", "MemoryRow", "memory", "unsharded_nbytes", "with_slot_reuse"]
 
 #: What the comparison leaves out, for reports.
 EXCLUDED = "optimizer state, activations"
+#: Columns and their headings.
+COLUMNS = {"tide": "TIDE", "reuse": "Slot-Reuse", "symmetric": "symmetric", "stock": "stock FSDP2"}
+
+_NOTES = {
+    "shards": "resident, padded as FSDP2 pads them",
+    peak.REDUCED: "so far; kept for the optimizer",
+    "slots": "unsharded parameters, in place",
+    peak.UNSHARDED: "copied out of the flat buffers",
+    peak.CAST: "in the storage's type",
+    peak.FLAT: "of the unit that is gathered ahead",
+    peak.COPIES: "parameters not sharded along dim 0",
+    peak.INPUT: "padded, of the reduction's type",
+    peak.WINDOWS: "of FSDP2, never given back",
+    "receive area": "gradient pieces, chunked; with Slot-Reuse for those whose slot is held or too small",
+    "partial and wire areas": "sums between nodes",
+    "packed gradients": "small ones, on their way to the owners",
+    "spread area": "float32 sums that the switch sums",
+    "signals": "counters, one a lane and peer",
+    "scratch": "tables of the kernels, at most",
+    peak.GRADIENTS: "TIDE: and of the unit that is being reduced",
+    peak.RUNNING: "where the reduced gradient is not float32",
+}
+
+# Of the CUDA transport; reports need neither torch nor a device. tests/gpu holds them against each other.
+_PROGRAMS = 64  # CTAs of a launch at most
+_PROGRAM_BYTES, _SEGMENT_BYTES, _OPERAND_BYTES = 72, 48, 16
+_COUNTERS = 4 << 14  # words of the table of counter values
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One line of the composition; bytes per rank."""
+    """One line of the composition; bytes per rank at the peak of each column."""
 
     name: str
-    tide: int
-    stock: int
+    tide: int = 0
+    reuse: int = 0
+    symmetric: int = 0
+    stock: int = 0
     note: str = ""
 
 
@@ -60,79 +82,61 @@ class Memory:
     rank : int
         World rank.
     rows : tuple of MemoryRow
-        Bytes at the peak of either side; `tide` and `stock` are their sums.
-    tide_peak, stock_peak : str
-        When the peaks are reached, such as ``"the backward of layers.2"``.
+        Bytes at the peak of each column; `tide`, `reuse`, `symmetric` and `stock` are their sums.
+    peaks : dict of str to str
+        When the peaks are reached, such as ``"the backward of layers.2"``, by column. A column that there is no
+        plan for is missing.
     """
 
     rank: int
     rows: tuple[MemoryRow, ...]
-    tide_peak: str
-    stock_peak: str
+    peaks: dict[str, str]
 
     @property
     def tide(self) -> int:
-        """Peak bytes under TIDE."""
-        return sum(row.tide for row in self.rows)
+        """Peak bytes under TIDE, with the plan as it is."""
+        return self.total("tide")
+
+    @property
+    def reuse(self) -> int:
+        """Peak bytes under TIDE with Slot-Reuse; 0 if there is no such plan."""
+        return self.total("reuse")
+
+    @property
+    def symmetric(self) -> int:
+        """Peak bytes under FSDP2 with symmetric memory."""
+        return self.total("symmetric")
 
     @property
     def stock(self) -> int:
         """Peak bytes under stock FSDP2."""
-        return sum(row.stock for row in self.rows)
+        return self.total("stock")
+
+    def total(self, column: str) -> int:
+        """Peak bytes of a column."""
+        return sum(getattr(row, column) for row in self.rows)
 
     def row(self, name: str) -> MemoryRow:
         """The line called ``name``."""
         return next(row for row in self.rows if row.name == name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """Units that are whole at the same time; bytes."""
-
-    name: str
-    unsharded: int
-    flat: int
-    reduce_input: int
-    gradients: int
-    running: int
-    stays_whole: bool
+def can_reuse(options: PlanOptions) -> bool:
+    """Whether there is Slot-Reuse: peers that pull may still read a slot that has been vacated."""
+    return options.route == "push"
 
 
-def unsharded_nbytes(unit: Unit) -> int:
-    """Bytes of a unit's parameters as stock FSDP2 gathers them, with padding."""
-    return sum(padded_numel(p, unit.mesh.size) * itemsize(p.dtype) for p in unit.parameters)
+def with_slot_reuse(compiled: Compiled) -> Compiled | None:
+    """The plan with Slot-Reuse: itself if it has it; None where there is none, as with pulls."""
+    if not can_reuse(compiled.options):
+        return None
+    if compiled.options.slot_reuse:
+        return compiled
+    return compile_spec(compiled.spec, compiled.topology, replace(compiled.options, slot_reuse=True))
 
 
-def _module(units: list[Unit], rank: int) -> _Module:
-    reduce_input = gradients = running = 0
-    for unit in units:
-        owners = unit.mesh.size
-        located = unit.mesh.locate(rank)
-        assert located is not None
-        for p in unit.parameters:
-            if p.grad_dtype is None:
-                continue
-            reduce_input += padded_numel(p, owners) * itemsize(p.out_dtype)
-            gradients += p.numel * itemsize(p.grad_dtype)
-            if p.out_dtype != "float32":
-                running += int(shard(p, owners).numel[located[1]]) * 4
-    unsharded = sum(unsharded_nbytes(unit) for unit in units)
-    flat = sum(unsharded_nbytes(unit) for unit in units if unit.mesh.size > 1)
-    whole = any(unit.stays_whole for unit in units)
-    return _Module(units[0].name or "root", unsharded, flat, reduce_input, gradients, running, whole)
-
-
-def _modules(compiled: Compiled, rank: int) -> list[_Module]:
-    together: dict[object, list[Unit]] = {}
-    for order, unit in enumerate(compiled.spec.units):
-        if unit.mesh.locate(rank) is not None:
-            key = ("module", unit.lives_with) if unit.lives_with >= 0 else ("unit", order)
-            together.setdefault(key, []).append(unit)
-    return [_module(units, rank) for units in together.values()]
-
-
-def memory(compiled: Compiled, rank: int) -> Memory:
-    """Composition of the peak of ``rank``, for the plan and for stock FSDP2.
+def memory(compiled: Compiled, rank: int, reuse: Compiled | None = None) -> Memory:
+    """Composition of the peak of ``rank``, for the plan, with Slot-Reuse, and for both kinds of FSDP2.
 
     Parameters
     ----------
@@ -140,79 +144,79 @@ def memory(compiled: Compiled, rank: int) -> Memory:
         The plan; nothing is run or allocated.
     rank : int
         World rank.
+    reuse : Compiled, optional
+        The same model's plan with Slot-Reuse.
     """
-    shards = reduced = 0
+    units = [unit for unit in compiled.spec.units if unit.mesh.locate(rank) is not None]
+    prefetch = 1 if compiled.options.slots is None else compiled.options.slots - 1
+    columns = {
+        "tide": _planned(compiled, rank, TideStep(units, rank, prefetch).run()),
+        "symmetric": _stepped(StockStep(units, rank, prefetch, windows=True).run()),
+        "stock": _stepped(StockStep(units, rank, prefetch).run()),
+    }
+    if reuse is not None:
+        columns["reuse"] = _planned(reuse, rank, TideStep(units, rank, prefetch).run())
+    shards = sum(shard_nbytes(unit, p) for unit in units for p in unit.parameters)
+    for found, _ in columns.values():
+        found["shards"] = shards
+    rows = tuple(
+        MemoryRow(name, note=note, **{column: found.get(name, 0) for column, (found, _) in columns.items()})
+        for name, note in _NOTES.items()
+    )
+    return Memory(rank, rows, {column: when for column, (_, when) in columns.items()})
+
+
+def planned_nbytes(compiled: Compiled, rank: int) -> int:
+    """Peak bytes of ``rank`` under TIDE, as :func:`memory` states them."""
+    units = [unit for unit in compiled.spec.units if unit.mesh.locate(rank) is not None]
+    prefetch = 1 if compiled.options.slots is None else compiled.options.slots - 1
+    found, _ = _planned(compiled, rank, TideStep(units, rank, prefetch).run())
+    return sum(found.values()) + sum(shard_nbytes(unit, p) for unit in units for p in unit.parameters)
+
+
+def _stepped(ledger: Ledger) -> tuple[dict[str, int], str]:
+    return dict(ledger.peak), ledger.peak_when
+
+
+def _planned(compiled: Compiled, rank: int, ledger: Ledger) -> tuple[dict[str, int], str]:
+    arena, areas = compiled.arena, compiled.arena.receive
+    found = {
+        "slots": sum(slot.size for slot in arena.slots),
+        "receive area": areas.partial - areas.receive,
+        "partial and wire areas": areas.staged - areas.partial,
+        "packed gradients": areas.spread - areas.staged,
+        "spread area": arena.signals - areas.spread,
+        "signals": arena.size - arena.signals,
+        "scratch": scratch_nbytes(compiled, rank),
+    }
+    return {**ledger.peak, **found}, ledger.peak_when
+
+
+def scratch_nbytes(compiled: Compiled, rank: int) -> int:
+    """Bytes of the tables that kernels read their addresses from, at most, and of the table of counter values.
+
+    Each unit has tables of its own: a record for each program of a launch, and one for each segment.
+    """
+    total = _COUNTERS
+    sizes: dict[int, int] = {}
     for unit in compiled.spec.units:
         if unit.mesh.locate(rank) is None:
             continue
-        for p in unit.parameters:
-            nbytes = padded_numel(p, unit.mesh.size) // unit.mesh.size * itemsize(p.shard_dtype)
-            shards += nbytes
-            reduced += nbytes if p.trainable else 0
-    modules = _modules(compiled, rank)
-    pairs = [first.flat + second.flat for first, second in pairwise(modules)]
-    flat = max(pairs, default=modules[0].flat if modules else 0)
-    stock, stock_peak = _stock_peak(modules)
-    tide, tide_peak = _tide_peak(modules)
-    arena, areas = compiled.arena, compiled.arena.receive
-    rows = (
-        MemoryRow("shards", shards, shards, "resident, padded as FSDP2 pads them"),
-        MemoryRow("reduced gradients", reduced, reduced, "kept until the optimizer has used them"),
-        MemoryRow("slots", areas.receive, 0, "unsharded parameters, in place"),
-        MemoryRow("unsharded parameters", 0, stock[0], "copied out of the flat buffers"),
-        MemoryRow("flat all-gather buffers", 0, flat, "two units at a time"),
-        MemoryRow("reduce-scatter input", 0, stock[1], "padded, of the reduction's type"),
-        MemoryRow("receive area", areas.partial - areas.receive, 0, _receive_note(compiled)),
-        MemoryRow(
-            "partial and wire areas",
-            areas.staged - areas.partial,
-            0,
-            f"{compiled.options.wire_dtype} sums between nodes",
-        ),
-        MemoryRow("packed gradients", areas.spread - areas.staged, 0, "small ones, on their way to the owners"),
-        MemoryRow("spread area", arena.signals - areas.spread, 0, "float32 sums that the switch sums"),
-        MemoryRow("signals", arena.size - arena.signals, 0, "counters, one a lane and peer"),
-        MemoryRow("whole gradients", tide[0], stock[2], "of the unit in backward; TIDE: and of the one in phase 1"),
-        MemoryRow("running sums", tide[1], 0, "where the reduced gradient is not float32"),
-    )
-    return Memory(rank, rows, tide_peak, stock_peak)
+        for collective in ("all_gather", "reduce_scatter"):
+            if collective == "reduce_scatter" and not any(p.trainable for p in unit.parameters):
+                continue
+            program = compiled.program(unit.name, collective, rank)
+            if id(program) not in sizes:
+                sizes[id(program)] = sum(_table_nbytes(step) for _, _, step in program.steps())
+            total += sizes[id(program)]
+    return total
 
 
-def _receive_note(compiled: Compiled) -> str:
-    """What the receive area is for."""
-    if not compiled.options.slot_reuse:
-        return "gradient pieces, chunked"
-    if compiled.beside:
-        count = len(compiled.beside)
-        return f"gradient pieces of {count} unit{'s' * (count > 1)} that the own slot does not hold"
-    return "spare, for gradients that find their unit's slot held"
-
-
-def _stock_peak(modules: list[_Module]) -> tuple[tuple[int, int, int], str]:
-    """Unsharded parameters, reduce-scatter input and whole gradients at the worst moment, and which it is."""
-    best, when = (0, 0, 0), "no unit"
-    reducing, whole = 0, sum(module.unsharded for module in modules if module.stays_whole)
-    for module in reversed(modules):  # the order of the backward pass
-        before = whole - (module.unsharded if module.stays_whole else 0)
-        moments = (
-            ((before + module.unsharded, reducing, module.gradients), f"the backward of {module.name}"),
-            ((before, module.reduce_input, module.gradients), f"the copy-in of the gradients of {module.name}"),
-        )
-        for moment, name in moments:
-            if sum(moment) > sum(best):
-                best, when = moment, name
-        whole, reducing = before, module.reduce_input or reducing
-    return best, when
-
-
-def _tide_peak(modules: list[_Module]) -> tuple[tuple[int, int], str]:
-    """Whole gradients and running sums at the worst moment, and which it is."""
-    best, when = (0, 0), "no unit"
-    reading, running = 0, 0
-    for module in reversed(modules):
-        moment = (module.gradients + reading, max(running, module.running))
-        if sum(moment) > sum(best):
-            best, when = moment, f"the backward of {module.name}"
-        if module.gradients:
-            reading, running = module.gradients, module.running
-    return best, when
+def _table_nbytes(step: object) -> int:
+    if isinstance(step, Place):
+        operands = [2] * len(step.casts)
+    elif isinstance(step, Accumulate | SwitchReduce):
+        operands = [1 + len(total.srcs) + (total.base is not None) for total in step.sums]
+    else:
+        return 0
+    return _PROGRAMS * _PROGRAM_BYTES + sum(_SEGMENT_BYTES + _OPERAND_BYTES * count for count in operands)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from tide.report.memory import EXCLUDED
 from tide.report.plan_report import PlanReport
-from tide.report.text import changed_options, notes, padding, prediction_note, reasons, saving, slot_range
+from tide.report.text import (
+    changed_options,
+    memory_note,
+    memory_rows,
+    notes,
+    padding,
+    prediction_note,
+    reasons,
+    slot_range,
+)
 from tide.report.units import show_bytes, show_time
 
 # Styles stand in the tags: notebook viewers drop style sheets. Colours are left to the viewer's theme.
@@ -42,10 +50,7 @@ def render(report: PlanReport) -> str:
         _why(report),
         _paragraph(prediction_note(report)),
         _memory(report),
-        _paragraph(
-            f"Not counted on either side: {EXCLUDED}. Peaks: TIDE in {report.memory.tide_peak}, "
-            f"stock in {report.memory.stock_peak}."
-        ),
+        _paragraph(memory_note(report)),
     ]
     parts += [_paragraph(note) for note in notes(report)]
     if report.skipped:
@@ -130,12 +135,7 @@ def _why(report: PlanReport) -> str:
 
 
 def _memory(report: PlanReport) -> str:
-    found, left = report.memory, (0, 3)
-    rows = [_row((f"memory of rank {report.rank} at its peak", "TIDE", "stock FSDP2", ""), left, _HEAD)]
-    for row in found.rows:
-        if row.tide or row.stock:
-            tide, stock = (show_bytes(value) if value else "–" for value in (row.tide, row.stock))
-            rows.append(_row((row.name, tide, stock, row.note), left))
-    together = ("together", show_bytes(found.tide), show_bytes(found.stock), saving(found.tide, found.stock))
-    rows.append(_row(together, left, _CELL + ";border-top:1px solid #8888"))
-    return _table(rows)
+    head, *rows, together = memory_rows(report)
+    left = (0, len(head) - 1)
+    lines = [_row(head, left, _HEAD), *(_row(row, left) for row in rows)]
+    return _table([*lines, _row(together, left, _CELL + ";border-top:1px solid #8888")])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tide.compiler.compile import Compiled
 from tide.compiler.cost import Prediction, predict
 from tide.errors import InputError
 from tide.report import units as about
-from tide.report.memory import EXCLUDED, Memory, memory, unsharded_nbytes
+from tide.report.memory import EXCLUDED, Memory, memory, unsharded_nbytes, with_slot_reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +130,17 @@ class PlanReport:
     rows : tuple of UnitRow
         One per kind of unit.
     memory : Memory
-        Composition of the rank's peak, next to stock FSDP2.
+        Composition of the rank's peak, next to FSDP2's.
     arena_nbytes : int
         Bytes of the arena.
     elsewhere : tuple of str
         Units of which the rank holds no shard.
     skipped : tuple of (str, str)
         Parameters outside of the plan, with the reason.
+    remarks : tuple of str
+        What was given up to fit a memory limit.
+    opened : tuple of str
+        Of each open transport: its name, what its arena is made of, and how long that took.
     """
 
     source: str
@@ -149,6 +154,8 @@ class PlanReport:
     arena_nbytes: int
     elsewhere: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
+    remarks: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, float]:
@@ -183,14 +190,9 @@ class PlanReport:
             values = asdict(row)
             values.update(count=row.count, padding_avoided=row.padding_avoided, padding_percent=row.padding_percent)
             rows.append(values)
-        peak = {
-            "excluded": EXCLUDED,
-            "tide": self.memory.tide,
-            "stock": self.memory.stock,
-            "tide_peak": self.memory.tide_peak,
-            "stock_peak": self.memory.stock_peak,
-            "rows": [asdict(row) for row in self.memory.rows],
-        }
+        peak: dict[str, object] = {"excluded": EXCLUDED, "peaks": dict(self.memory.peaks)}
+        peak.update({column: self.memory.total(column) for column in self.memory.peaks})
+        peak["rows"] = [asdict(row) for row in self.memory.rows]
         return {
             "source": self.source,
             "topology": self.topology,
@@ -204,6 +206,8 @@ class PlanReport:
             "arena_nbytes": self.arena_nbytes,
             "elsewhere": list(self.elsewhere),
             "skipped": [list(entry) for entry in self.skipped],
+            "remarks": list(self.remarks),
+            "opened": list(self.opened),
         }
 
     def __str__(self) -> str:
@@ -220,7 +224,7 @@ class PlanReport:
         return render(self)
 
 
-def plan_report(compiled: Compiled, rank: int) -> PlanReport:
+def plan_report(compiled: Compiled, rank: int, remarks: Sequence[str] = (), opened: Sequence[str] = ()) -> PlanReport:
     """Report of a plan as world rank ``rank`` sees it.
 
     Parameters
@@ -229,6 +233,10 @@ def plan_report(compiled: Compiled, rank: int) -> PlanReport:
         The plan.
     rank : int
         World rank; units of which it holds no shard are listed by name only.
+    remarks : sequence of str, optional
+        What was given up to fit a memory limit.
+    opened : sequence of str, optional
+        Of each open transport, what its arena is.
 
     Raises
     ------
@@ -283,8 +291,10 @@ def plan_report(compiled: Compiled, rank: int) -> PlanReport:
         options=compiled.options.to_dict(),
         links={name: getattr(links, name) for name in links.__slots__},
         rows=tuple(rows),
-        memory=memory(compiled, rank),
+        memory=memory(compiled, rank, with_slot_reuse(compiled)),
         arena_nbytes=compiled.arena.size,
         elsewhere=tuple(unit.name for unit in compiled.spec.units if unit.mesh.locate(rank) is None),
         skipped=compiled.spec.skipped,
+        remarks=tuple(remarks),
+        opened=tuple(opened),
     )

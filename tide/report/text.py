@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from tide.report.memory import EXCLUDED
+from tide.report.memory import COLUMNS, EXCLUDED
 from tide.report.plan_report import Cost, PlanReport, UnitRow
 from tide.report.units import show_bytes, show_name, show_time
 
@@ -201,26 +201,29 @@ def _reasons(report: PlanReport) -> list[str]:
     return lines
 
 
-def _memory(report: PlanReport) -> list[str]:
+def memory_rows(report: PlanReport) -> list[list[str]]:
+    """Heading, composition and sums of the memory's columns, as text."""
     found = report.memory
-    rows = [[f"memory of rank {report.rank} at its peak", "TIDE", "stock FSDP2", ""]]
+    columns = [column for column in COLUMNS if column in found.peaks]
+    rows = [[f"memory of rank {report.rank} at its peak", *(COLUMNS[column] for column in columns), ""]]
     for row in found.rows:
-        if row.tide or row.stock:
-            rows.append(
-                [
-                    row.name,
-                    show_bytes(row.tide) if row.tide else "–",
-                    show_bytes(row.stock) if row.stock else "–",
-                    row.note,
-                ]
-            )
-    rows.append(["together", show_bytes(found.tide), show_bytes(found.stock), saving(found.tide, found.stock)])
-    return [
-        *table(rows, left=(0, 3)),
-        *wrap(
-            f"Not counted on either side: {EXCLUDED}. Peaks: TIDE in {found.tide_peak}, stock in {found.stock_peak}."
-        ),
-    ]
+        values = [getattr(row, column) for column in columns]
+        if any(values):
+            rows.append([row.name, *(show_bytes(value) if value else "–" for value in values), row.note])
+    totals = [show_bytes(found.total(column)) for column in columns]
+    return [*rows, ["together", *totals, saving(found.tide, found.stock)]]
+
+
+def memory_note(report: PlanReport) -> str:
+    """What is not counted, and when the peaks are."""
+    columns = [column for column in COLUMNS if column in report.memory.peaks]
+    peaks = ", ".join(f"{COLUMNS[column]} in {report.memory.peaks[column]}" for column in columns)
+    return f"Not counted anywhere: {EXCLUDED}. Peaks: {peaks}."
+
+
+def _memory(report: PlanReport) -> list[str]:
+    rows = memory_rows(report)
+    return [*table(rows, left=(0, len(rows[0]) - 1)), *wrap(memory_note(report))]
 
 
 def saving(tide: int, stock: int) -> str:
@@ -228,12 +231,13 @@ def saving(tide: int, stock: int) -> str:
     if not stock:
         return ""
     word = "less" if tide <= stock else "more"
-    return f"TIDE needs {show_bytes(abs(stock - tide))} {word} ({100 * abs(stock - tide) / stock:.1f} %)"
+    return f"TIDE needs {show_bytes(abs(stock - tide))} {word} than stock ({100 * abs(stock - tide) / stock:.1f} %)"
 
 
 def notes(report: PlanReport) -> list[str]:
     """What else a reader must know: skipped parameters, units elsewhere, what stock refuses."""
-    out = []
+    out = [f"to fit the memory limit: {remark}" for remark in report.remarks]
+    out += [f"open: {transport}" for transport in report.opened]
     for row in report.rows:
         if row.stock_refuses:
             some = ", ".join(row.stock_refuses[:3]) + (", …" if len(row.stock_refuses) > 3 else "")

@@ -186,15 +186,22 @@ def _small(compiled: Compiled, unit: Unit, index: int) -> bool:
 def slot_reason(compiled: Compiled, alike: Sequence[Unit]) -> str:
     """Why the storage of units that are alike is where it is."""
     if alike[0].stays_whole:
-        return "own slot: stays whole between forward and backward, or holds other units"
-    slots = {compiled.arena.slots[compiled.arena.slot_of[unit.name]] for unit in alike}
-    if compiled.options.slots is None:
+        return "own slot: stays whole between forward and backward"
+    count = compiled.options.slots
+    if count is None:
         return "own slot: the option slots is None, which gives every unit one"
+    slots = {compiled.arena.slots[compiled.arena.slot_of[unit.name]] for unit in alike}
     if all(len(slot.units) == 1 for slot in slots):
-        return "own slot: no more units of this kind than slots"
+        return "own slot: no other unit of its mesh could take turns with it in less room"
+    mine = {unit.name for unit in alike}
+    others = [unit.name for unit in compiled.spec.units if any(unit.name in slot.units for slot in slots)]
+    guests = [name for name in others if name not in mine]
+    shared = f", in which {label(guests)} take turns too" if guests else ""
     if len(slots) == 1:
-        return "one slot for units of this kind: the next is gathered when the last has been released"
-    return f"{len(slots)} slots in turn for units of this kind: one computes while the next is gathered"
+        when = "never whole at the same time" if count > 1 else "the next is gathered when the last has been released"
+        return f"one slot for units of this kind{shared}: {when}"
+    ahead = "the next is" if count == 2 else f"the next {count - 1} are"
+    return f"{len(slots)} slots in turn for units of this kind{shared}: one computes while {ahead} gathered"
 
 
 def refused_by_stock(unit: Unit) -> list[str]:

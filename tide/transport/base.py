@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tide.compiler.compile import Compiled
+from tide.compiler.compile import SUBSETS, Compiled
 from tide.compiler.steps import Buffer, Program
 from tide.torch_types import to_torch
 
@@ -67,6 +67,8 @@ class Transport(ABC):
         self.compiled = compiled
         self.rank = rank
         self._storages: dict[tuple[str, int], torch.Tensor] = {}
+        #: Programs to keep prepared: some of each unit for all of its parameters, and those of subsets.
+        self.most_prepared = 4 * len(compiled.spec.units) + SUBSETS
 
     @abstractmethod
     def arena_tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,3 +119,8 @@ class Transport(ABC):
     def describe(self) -> Sequence[tuple[str, str]]:
         """What was probed and chosen, as ``(capability, answer with reason)``."""
         return ()
+
+    @property
+    def opened(self) -> str:
+        """The transport's name and what its arena is, for reports."""
+        return f"transport {self.name}, arena: {dict(self.describe()).get('arena', 'of its own kind')}"

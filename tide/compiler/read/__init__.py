@@ -16,7 +16,7 @@ from tide.compiler.read.policy import Policy, ShardDim, check_ranks
 from tide.errors import InputError
 from tide.topology import Topology
 
-__all__ = ["Policy", "read"]
+__all__ = ["Policy", "needs_padding", "read"]
 
 
 def read(
@@ -107,6 +107,16 @@ def _is_sharded(model: Any) -> bool:
     from tide.fsdp import introspect
 
     return introspect.has_fsdp(model)
+
+
+def needs_padding(model: Any) -> bool:
+    """Whether FSDP2 cuts the whole parameters anew, padding and all: ``reshard_after_forward`` is a number of ranks."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module) or not _is_sharded(model):
+        return False
+    from tide.compiler.read import fsdp
+
+    return fsdp.needs_padding(model)
 
 
 def _refuse(options: dict[str, Any], what: str) -> None:

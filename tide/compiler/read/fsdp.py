@@ -1,26 +1,139 @@
-"""Reads a module that FSDP2 has sharded: its own groups, meshes, placements and element types."""
+"""Reads a module that FSDP2 has sharded: its own groups, meshes, placements and element types.
+
+One walk serves a plan that is compiled from a model and one that is attached to it, so that both have the same
+units, slots and digest.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
-from tide.compiler.read.policy import dtype_name, label
+from tide.compiler.read.nesting import nest, takes_indices
+from tide.compiler.read.policy import dtype_name, label, narrower
 from tide.errors import InputError
 from tide.topology import Topology
+
+if TYPE_CHECKING:
+    from tide.fsdp.introspect import Wrapped
 
 _UNMANAGED = "in no FSDP2 group, so whole on every rank: it is in ignored_params or outside every fully_shard-ed module"
 
 
-def read_fsdp(model: Any, *, topology: Topology | None = None) -> ModelSpec:
-    """Model as FSDP2 shards it.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One parameter group as it was found.
+
+    Attributes
+    ----------
+    name : str
+        Of the unit: the wrapped module's, with ``#1`` and on for its further groups.
+    wrapped : Wrapped
+        The ``fully_shard`` call that made it.
+    group : FSDPParamGroup
+        FSDP2's object.
+    parameters : tuple of str
+        Their names.
+    unit : Unit or None
+        What goes into the plan.
+    reason : str or None
+        Why it does not.
+    """
+
+    name: str
+    wrapped: Wrapped
+    group: Any
+    parameters: tuple[str, ...]
+    unit: Unit | None
+    reason: str | None
+
+
+@dataclass(slots=True)
+class Sticky:
+    """What stays as it once was, so that a model which goes to and fro is not planned anew each time.
+
+    Attributes
+    ----------
+    trained : set of str
+        Parameters that have been trainable: a plan with their gradients serves them frozen too.
+    kept : set of str
+        Units that have not been resharded after backward (accumulation turns that on and off), or were found
+        to be whole until the end of it.
+    apart : set of (str, str)
+        Units that were found to be whole at the same time though they share a slot.
+    """
+
+    trained: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    apart: set[tuple[str, str]] = field(default_factory=set)
+
+
+def read_groups(
+    model: Any, sticky: Sticky | None = None, refuse: Callable[[Any], str | None] | None = None
+) -> list[Reading]:
+    """Every parameter group of the model, with its unit or the reason against one.
 
     One unit is one parameter group. A module whose parameters sit on several meshes has several
     units: the first bears the module's name, the others ``name#1`` and on, and all of them the same
     ``lives_with``, as they are whole at the same time.
 
-    The gradient's type is the storage's, as autograd gives it; gradients that FSDP2 accumulates over
-    several backward passes arrive in ``reduce_dtype`` instead, which is for the attached path to see.
+    What is reduced is the gradient as autograd gives it, in the storage's type; gradients that FSDP2 accumulates
+    over several backward passes arrive in ``reduce_dtype`` instead, which is for the attached path to see.
+
+    Parameters
+    ----------
+    model : Module
+        ``fully_shard``-ed, it or modules inside of it; before or after the first forward.
+    sticky : Sticky, optional
+        What was seen before; updated.
+    refuse : callable, optional
+        Further reasons against a group.
+    """
+    from tide.fsdp import introspect
+
+    sticky = sticky if sticky is not None else Sticky()
+    names_of = introspect.parameter_names(model)
+    meshes: dict[tuple[Any, ...], Mesh] = {}
+    readings: list[Reading] = []
+    homes: dict[int, tuple[str, ...]] = {}
+    indices: set[int] = set()
+    for number, wrapped in enumerate(introspect.wrapped_modules(model)):
+        if wrapped.groups:
+            homes[number] = wrapped.names
+        if takes_indices(wrapped.modules):
+            indices.add(number)
+        for index, group in enumerate(wrapped.groups):
+            name = f"{wrapped.name}#{index}" if index else wrapped.name
+            reason = introspect.why_stock(group) or (refuse(group) if refuse is not None else None)
+            unit = None
+            if reason is None:
+                try:
+                    key = introspect.mesh_key(group)
+                    if key not in meshes:  # shared by all units on it: a mesh may have thousands of ranks
+                        meshes[key] = Mesh(introspect.shard_groups(group))
+                    unit = Unit(
+                        name=name,
+                        parameters=tuple(_parameter(names_of[id(p)], p, sticky) for p in group.fsdp_params),
+                        mesh=meshes[key],
+                        stays_whole=_stays_whole(name, wrapped, group, sticky),
+                        lives_with=number,
+                    )
+                except InputError as error:
+                    if refuse is None:
+                        raise
+                    reason = str(error)
+            parameters = tuple(names_of[id(param)][0] for param in group.fsdp_params)
+            readings.append(Reading(name, wrapped, group, parameters, unit, reason))
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    nested = nest([r.unit for r in readings if r.unit is not None], homes, order, indices)
+    units = {unit.name: unit for unit in nested}
+    return [replace(reading, unit=units.get(reading.name)) for reading in readings]
+
+
+def read_fsdp(model: Any, *, topology: Topology | None = None) -> ModelSpec:
+    """Model as FSDP2 shards it; see `read_groups`.
 
     Parameters
     ----------
@@ -38,73 +151,75 @@ def read_fsdp(model: Any, *, topology: Topology | None = None) -> ModelSpec:
 
     source = f"fully_shard-ed {introspect.class_name(model)}"
     _check_world(topology, source)
-    names_of = introspect.parameter_names(model)
-    meshes: dict[tuple[Any, ...], Mesh] = {}
-    ties: dict[int, tuple[str, str]] = {}
-    units: list[Unit] = []
-    skipped: list[tuple[str, str]] = []
-    seen: set[str] = set()
-    for number, wrapped in enumerate(introspect.wrapped_modules(model)):
-        for index, group in enumerate(wrapped.groups):
-            unit_name = f"{wrapped.name}#{index}" if index else wrapped.name
-            named = [(names_of[id(param)], param) for param in group.fsdp_params]
-            seen.update(name for names, _ in named for name in names)
-            reason = introspect.why_stock(group)
-            if reason is not None:
-                skipped += [(names[0], reason) for names, _ in named]
-                continue
-            _check_ties(named, unit_name, ties)
-            key = introspect.mesh_key(group)
-            if key not in meshes:  # shared by all units on it: a mesh may have thousands of ranks
-                meshes[key] = Mesh(introspect.shard_groups(group))
-            units.append(
-                Unit(
-                    name=unit_name,
-                    parameters=tuple(_parameter(names, param) for names, param in named),
-                    mesh=meshes[key],
-                    stays_whole=introspect.stays_whole(wrapped, group),
-                    lives_with=number,
-                )
-            )
+    readings = read_groups(model)
+    _check_ties(readings)
+    seen = {name for names in introspect.parameter_names(model).values() for name in names}
+    skipped = [(name, r.reason) for r in readings if r.reason is not None for name in r.parameters]
     skipped += [(name, _UNMANAGED) for name, _ in model.named_parameters() if name not in seen]
+    units = tuple(reading.unit for reading in readings if reading.unit is not None)
     if skipped and not units:
         raise InputError(
             f"{source}: no parameters to plan; all are left to FSDP2, {skipped[0][0]} since: {skipped[0][1]}"
         )
-    return ModelSpec(tuple(units), source=source, skipped=tuple(skipped))
+    return ModelSpec(units, source=source, skipped=tuple(skipped))
 
 
-def _parameter(names: tuple[str, ...], param: Any) -> Parameter:
+def needs_padding(model: Any) -> bool:
+    """Whether FSDP2 cuts whole parameters anew, padding and all: ``reshard_after_forward`` is a number of ranks."""
+    from tide.fsdp import introspect
+
+    return any(
+        introspect.reshards_smaller(group)
+        for wrapped in introspect.wrapped_modules(model)
+        for group in wrapped.groups
+        if introspect.why_stock(group) is None
+    )
+
+
+def _parameter(names: tuple[str, ...], param: Any, sticky: Sticky) -> Parameter:
     from tide.fsdp import introspect
 
     dtypes = introspect.dtypes(param)
-    storage = dtype_name(dtypes.storage, names[0])
+    storage, reduced = dtype_name(dtypes.storage, names[0]), dtype_name(dtypes.reduced, names[0])
+    if dtypes.trainable:
+        sticky.trained.add(names[0])
     return Parameter(
         name=names[0],
         shape=introspect.whole_shape(param),
         dim=introspect.shard_dim(param),
         dtype=storage,
         shard_dtype=dtype_name(dtypes.shard, names[0]),
-        grad_dtype=storage if dtypes.trainable else None,
-        out_dtype=dtype_name(dtypes.reduced, names[0]),
+        grad_dtype=narrower(storage, reduced) if names[0] in sticky.trained else None,
+        out_dtype=reduced,
         aliases=names[1:],
     )
 
 
-def _check_ties(named: list[tuple[tuple[str, ...], Any]], unit_name: str, ties: dict[int, tuple[str, str]]) -> None:
+def _stays_whole(name: str, wrapped: Wrapped, group: Any, sticky: Sticky) -> bool:
+    """Whether the unit needs storage of its own."""
     from tide.fsdp import introspect
 
-    for names, param in named:
-        key = introspect.tie_key(param)
-        if key is None:
-            continue
-        if key in ties:
-            first, first_unit = ties[key]
-            raise InputError(
-                f"{names[0]} in {label(unit_name)} is tied to {first} in {label(first_unit)}; FSDP2 refuses ties "
-                "across groups: put both modules into one group with fully_shard([a, b])"
-            )
-        ties[key] = names[0], unit_name
+    if not group.reshard_after_backward:
+        sticky.kept.add(name)
+    return name in sticky.kept or introspect.stays_whole(wrapped, group)
+
+
+def _check_ties(readings: list[Reading]) -> None:
+    from tide.fsdp import introspect
+
+    ties: dict[int, tuple[str, str]] = {}
+    for reading in readings:
+        for name, param in zip(reading.parameters, reading.group.fsdp_params, strict=True):
+            key = introspect.tie_key(param)
+            if reading.reason is not None or key is None:
+                continue
+            if key in ties:
+                first, first_unit = ties[key]
+                raise InputError(
+                    f"{name} in {label(reading.name)} is tied to {first} in {label(first_unit)}; FSDP2 refuses ties "
+                    "across groups: put both modules into one group with fully_shard([a, b])"
+                )
+            ties[key] = name, reading.name
 
 
 def _check_world(topology: Topology | None, source: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tide.compiler.model import Mesh, ModelSpec, Unit
+from tide.compiler.read.nesting import nest
 from tide.compiler.read.policy import Policy, ShardDim, dtype_name, shard_dim_of, shard_mesh
 from tide.errors import CapabilityError, InputError
 from tide.topology import Topology
@@ -72,8 +73,9 @@ def read_listing(
         if name not in ignored:
             members.setdefault(unit_of(name), []).append(name)
     units = []
-    for number, unit_name in enumerate(_order(members) if wrap is None else _root_first(members)):
-        nests = any(other.startswith(f"{unit_name}.") for other in members)
+    homes: dict[int, tuple[str]] = {}
+    for number, unit_name in enumerate(_order(members) if wrap is None else _outer_first(members)):
+        homes[number] = (unit_name,)
         units.append(
             Unit(
                 name=unit_name,
@@ -87,11 +89,13 @@ def read_listing(
                     for name in members[unit_name]
                 ),
                 mesh=groups,
-                stays_whole=not unit_name or nests or not reshard_after_forward,
+                stays_whole=not unit_name or not reshard_after_forward,
                 lives_with=number,
             )
         )
-    return ModelSpec(tuple(units), source=source, skipped=tuple((name, "in ignored_params") for name in ignored))
+    order = {name: index for index, name in enumerate(entries)}
+    skipped = tuple((name, "in ignored_params") for name in ignored)
+    return ModelSpec(nest(units, homes, order), source=source, skipped=skipped)
 
 
 def read_file(path: str | os.PathLike[str], **options: Any) -> ModelSpec:
@@ -247,5 +251,12 @@ def _order(members: Mapping[str, list[str]]) -> list[str]:
     return sorted(members, key=place)
 
 
-def _root_first(members: Mapping[str, list[str]]) -> list[str]:
-    return sorted(members, key=lambda unit: unit != "")
+def _outer_first(members: Mapping[str, list[str]]) -> list[str]:
+    """Units as they appear, each after those that it runs inside of."""
+    found: dict[str, None] = {}
+    for unit in members:
+        parts = unit.split(".")
+        for outer in ("", *(".".join(parts[: end + 1]) for end in range(len(parts)))):
+            if outer in members:
+                found.setdefault(outer)
+    return list(found)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
+from tide.compiler.read.nesting import nest, takes_indices
 from tide.compiler.read.policy import Policy, ShardDim, label, shard_dim_of, shard_mesh
 from tide.errors import InputError
 from tide.topology import Topology
@@ -52,7 +53,7 @@ def read_module(
     ignored_params : collection of parameters or names
         Left out of the plan.
     reshard_after_forward : bool
-        As for ``fully_shard``; the root and units with nested ones stay whole anyway.
+        As for ``fully_shard``; the root stays whole anyway.
 
     Raises
     ------
@@ -71,6 +72,8 @@ def read_module(
     first_name = {id(module): name for name, module in model.named_modules()}
     owners: dict[int, tuple[str, str]] = {}
     units: list[Unit] = []
+    homes: dict[int, tuple[str, ...]] = {}
+    indices: set[int] = set()
     for number, call in enumerate([(("", model),), *calls]):
         unit_name = ", ".join(name for name, _ in call)
         parameters = []
@@ -86,10 +89,14 @@ def read_module(
                 owners[id(parameter)] = name, unit_name
                 parameters.append(_parameter(aliases[id(parameter)], parameter, rules, shard_dim, mesh))
         if parameters:
-            whole = not call[0][0] or not reshard_after_forward or _nests(call, wrapped)
+            whole = not call[0][0] or not reshard_after_forward
+            homes[number] = tuple(name for name, _ in call)
+            if takes_indices([module for _, module in call]):
+                indices.add(number)
             units.append(Unit(unit_name, tuple(parameters), groups, stays_whole=whole, lives_with=number))
     skipped = tuple((aliases[key][0], "in ignored_params") for key in ignored)
-    return ModelSpec(tuple(units), source=source, skipped=skipped)
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    return ModelSpec(nest(units, homes, order, indices), source=source, skipped=skipped)
 
 
 def _calls(model: Any, wrap: Any) -> list[_Call]:
@@ -216,11 +223,6 @@ def _managed(call: _Call, wrapped: set[int]) -> list[Any]:
         if id(module) not in visited:
             visit(module)
     return found
-
-
-def _nests(call: _Call, wrapped: set[int]) -> bool:
-    own = {id(module) for _, module in call}
-    return any(id(inner) in wrapped - own for _, module in call for inner in module.modules())
 
 
 def _aliases(model: Any) -> dict[int, list[str]]:

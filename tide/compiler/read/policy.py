@@ -57,6 +57,11 @@ def dtype_name(dtype: Any, what: str = "dtype") -> str:
     return name
 
 
+def narrower(storage: str, reduced: str) -> str:
+    """What travels: the gradient as it is, or as it is reduced where that is smaller, as with stock FSDP2."""
+    return reduced if itemsize(reduced) < itemsize(storage) else storage
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Mixed precision of a model that FSDP2 has not sharded yet.
@@ -134,7 +139,7 @@ class Policy:
             dim=dim,
             dtype=storage,
             shard_dtype=shard,
-            grad_dtype=storage if trainable and floating else None,
+            grad_dtype=narrower(storage, self.reduce_dtype or storage) if trainable and floating else None,
             out_dtype=self.reduce_dtype or storage,
             aliases=tuple(aliases),
         )

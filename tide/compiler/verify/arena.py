@@ -16,6 +16,7 @@ from tide.compiler.schedule import arena_chunk, chunk_elements
 from tide.compiler.schedule.switch import spread_places
 from tide.compiler.shard import ShardTable, padded_numel, shard
 from tide.compiler.steps import SLOT_LANES, Lane
+from tide.compiler.verify.liveness import check_liveness
 from tide.errors import PlanError
 
 
@@ -28,6 +29,7 @@ def check_arena(compiled: Compiled) -> None:
         The plan; its programs are not looked at.
     """
     _check_slots(compiled)
+    check_liveness(compiled)
     _check_areas(compiled)
     done: set[tuple[int, int]] = set()
     for unit in compiled.spec.units:
@@ -66,7 +68,6 @@ def _check_slots(compiled: Compiled) -> None:
                 f"arena, slot {number}: offset {slot.offset} is not aligned to {compiled.options.alignment}"
             )
         first = units[slot.units[0]] if slot.units else None
-        modules: dict[int, str] = {}
         for name in slot.units[1:] if first is not None else ():
             assert first is not None
             for whole in (first, units[name]):
@@ -77,12 +78,6 @@ def _check_slots(compiled: Compiled) -> None:
                 raise PlanError(
                     f"slot {number}: units {first.name!r} and {name!r} are sharded over different meshes, so their "
                     "signals of the slot would mix"
-                )
-        for name in slot.units:
-            module = units[name].lives_with
-            if module >= 0 and modules.setdefault(module, name) != name:
-                raise PlanError(
-                    f"slot {number}: units {modules[module]!r} and {name!r} are whole at the same time, yet share it"
                 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Arena:
         NCCL's, where it was asked to put.
     multicast : int or None
         Multicast address of all arenas, where it was asked for.
+    seconds : float
+        Time that allocation and registration took on this rank.
     """
 
     provider: str
@@ -63,6 +66,7 @@ class Arena:
     notes: list[tuple[str, str]] = field(default_factory=list)
     window: Window | None = None
     multicast: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,10 @@ def open_arena(
         reason.
     """
     if group is None:
+        begin = time.perf_counter()
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None)
+        seconds = time.perf_counter() - begin
+        return Arena("torch (one rank)", {0: memory.data_ptr()}, memory, lambda: None, seconds=seconds)
     request = request or Request(range(dist.get_world_size(control)))
 
     def window(needs: WireNeeds | None) -> Arena:
@@ -204,8 +210,10 @@ def _attempt(
         return None, reason
     arena: Arena | None = None
     failure = None
+    begin = time.perf_counter()
     try:
         arena = opened()
+        arena.seconds = time.perf_counter() - begin
     except (TideError, RuntimeError, OSError) as error:
         failure = str(error) if isinstance(error, CapabilityError) else f"{type(error).__name__}: {error}"
     reason = _first(exchange(failure, control, timeout, f"state of arena provider {name}"))

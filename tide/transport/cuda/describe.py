@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def describe(transport: CudaTransport) -> Sequence[tuple[str, str]]:
     """Rows of ``(capability, answer with reason)``."""
     driver, compiled = transport.driver, transport.compiled
-    rows = [("arena", f"{transport.arena.provider}, {compiled.arena.size} bytes")]
-    rows += transport.arena.notes
-    peers = sorted(rank for rank in transport.arena.addresses if rank != transport.rank)
+    arena = transport.arena
+    rows = [("arena", f"{arena.provider}, {compiled.arena.size} bytes, registered in {arena.seconds:.3f} s")]
+    rows += arena.notes
+    peers = sorted(rank for rank in arena.addresses if rank != transport.rank)
     rows += [(f"peer access {transport.rank} → {rank}", "mapped") for rank in peers]
-    missing = [rank for rank in range(compiled.arena.world_size) if rank not in transport.arena.addresses]
+    missing = [rank for rank in range(compiled.arena.world_size) if rank not in arena.addresses]
     rows += [(f"peer access {transport.rank} → {rank}", "none") for rank in missing]
     rows.append(
         ("copies", "cuMemcpyBatchAsync")

@@ -46,7 +46,7 @@ class Crossing:
     mark: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Lowered:
     """A program, ready to be issued again and again for one unit.
 
@@ -75,6 +75,8 @@ class Lowered:
         Records an event on a stream.
     released : list of int
         Events of this call's last reads of gradients, of streams that go on afterwards.
+    last : int
+        Number of the last call.
     """
 
     program: Program
@@ -94,6 +96,7 @@ class Lowered:
     unawaited: list[int] = field(default_factory=list)
     record: Callable[[int], int] = lambda stream: 0
     released: list[int] = field(default_factory=list)
+    last: int = 0
     _addresses: Int64s | None = None
     _keys: list[tuple[Buffer, int]] = field(default_factory=list)
     _pointers: list[int] = field(default_factory=list)

@@ -173,7 +173,8 @@ class CudaTransport(Transport):
             multicast=arena.multicast,
             stand_in=settings.multicast == "standin",
         )
-        self._lowered: dict[tuple[int, str], Lowered] = {}
+        self._lowered: dict[tuple[int, str], Lowered] = {}  # in the order of their last use
+        self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
         self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
         self._reductions: dict[int, CudaTicket] = {}  # last reduce-scatter in each slot
@@ -301,9 +302,8 @@ class CudaTransport(Transport):
         with self._issue:
             self.raise_if_broken()
             self.driver.bind_thread()
-            lowered = self._lowered.get((id(program), binding.unit))
-            if lowered is None:
-                lowered = self._lower(program, binding)
+            lowered = self._lowered.pop((id(program), binding.unit), None) or self._lower(program, binding)
+            self._lowered[id(program), binding.unit] = lowered
             if len(self._tickets.get(program.collective, ())) > 1:
                 self._reap(program.collective)
             lowered.prepare(binding)
@@ -311,6 +311,7 @@ class CudaTransport(Transport):
             lowered.unawaited = self._unawaited(binding.slot) if program.uses_slot else []
             lowered.record, lowered.released = self._record, []
             self._numbers += 1
+            lowered.last = self._numbers
             ticket = CudaTicket(self, self._numbers, binding, lowered)
             lowered.marks = ticket.marks
             self.driver.range_push(lowered.name)
@@ -367,7 +368,14 @@ class CudaTransport(Transport):
                 f"unit {binding.unit!r}: runs {lowered.copies.widest_pitch()} bytes apart; this device's 2-D copies "
                 f"take at most {limit}. Shard another dim"
             )
-        self._lowered[id(program), binding.unit] = lowered
+        while len(self._lowered) >= self.most_prepared:
+            self._retired.append(self._lowered.pop(next(iter(self._lowered))))
+        for collective in self._tickets:
+            self._reap(collective)
+        oldest = min((tickets[0].number for tickets in self._tickets.values() if tickets), default=self._numbers + 1)
+        for old in [old for old in self._retired if old.last < oldest]:
+            self._retired.remove(old)
+            old.close()
         return lowered
 
     def _programs(self, program: Program, binding: Binding) -> Mapping[int, Program]:
@@ -515,13 +523,14 @@ class CudaTransport(Transport):
             if stuck:
                 return  # the device does not answer: destroying its streams would block for ever
             events = [*self._pool, *self._vacated.values(), *self._own.values()]
-            for lowered in self._lowered.values():
+            for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()
             for event in events:
                 self.driver.free_event(event)
             for stream in self._streams.values():
                 self.driver.free_stream(stream)
             self._lowered.clear()
+            self._retired.clear()
             self._gathers.clear()
             self._reductions.clear()
             self._streams.clear()

@@ -96,13 +96,16 @@ class HostTransport(Transport):
         super().__init__(compiled, rank)
         arena = compiled.arena
         self.timeout = timeout
+        #: Time that making and mapping the arenas took.
+        self.seconds = 0.0
         self._segments, self._processes = list(segments), list(processes)
         self._futex, fence = futex_works(), make_fence()
         self._doorbells = Doorbells(self._segments, rank, fence, self._futex)
         words = [segment.words(arena.signals) for segment in self._segments]
         consumed = [0] * (arena.lanes * arena.world_size)
         self._context = Rank(compiled, rank, self._segments, words, consumed, self._doorbells, fence)
-        self._prepared: dict[tuple[int, int, tuple[int, ...]], Prepared] = {}
+        # In the order of their last use; with the program, so that its identity stays its own.
+        self._prepared: dict[tuple[int, int, tuple[int, ...]], tuple[Prepared, Program]] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failure: str | None = None
@@ -142,6 +145,7 @@ class HostTransport(Transport):
         """
         timeout = resolve_timeout(timeout)
         group, rank = resolve_group(compiled.topology.world_size, rank, group)
+        begin = time.perf_counter()
         if compiled.topology.world_size == 1:
             check_platform()
             make_fence()
@@ -150,10 +154,13 @@ class HostTransport(Transport):
                 segment = Segment.map(f"/proc/self/fd/{descriptor}", compiled.arena.size)
             finally:
                 os.close(descriptor)
-            return cls(compiled, rank, [segment], [this_process()], timeout)
-        with control_group(group, timeout) as control:
-            segments, processes = _connect(compiled, control, timeout)
-        return cls(compiled, rank, segments, processes, timeout)
+            segments, processes = [segment], [this_process()]
+        else:
+            with control_group(group, timeout) as control:
+                segments, processes = _connect(compiled, control, timeout)
+        made = cls(compiled, rank, segments, processes, timeout)
+        made.seconds = time.perf_counter() - begin
+        return made
 
     def arena_tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D tensor over this rank's arena, with a storage object of exactly its own size.
@@ -177,9 +184,11 @@ class HostTransport(Transport):
         with self._lock:
             self._check_usable()
             key = (id(program), binding.slot, binding.ranks)
-            prepared = self._prepared.get(key)
-            if prepared is None:
-                prepared = self._prepared[key] = Preparer(self._context, program, binding).prepare()
+            found = self._prepared.pop(key, None)
+            prepared = Preparer(self._context, program, binding).prepare() if found is None else found[0]
+            self._prepared[key] = prepared, program
+            if len(self._prepared) > self.most_prepared:
+                del self._prepared[next(iter(self._prepared))]
             call = prepared.bind(binding)
             try:
                 self._check_peers(binding, program)
@@ -251,7 +260,7 @@ class HostTransport(Transport):
         cores = len(os.sched_getaffinity(0))
         spin = f"after {SPIN * 1e6:.0f} µs of looking" if self._spin else "at once, as ranks share cores"
         return (
-            ("memory", "memfd, mapped by every rank; no name to leave behind"),
+            ("arena", f"memfd, {self.compiled.arena.size} bytes, mapped by every rank in {self.seconds:.3f} s"),
             ("ordering", f"{os.uname().machine}: counters stored after a full fence"),
             ("sleep", f"{'futex' if self._futex else 'polling, as futex is refused here'}, {spin}"),
             ("cores", f"{cores} for {self.compiled.topology.world_size} ranks"),
