@@ -5,6 +5,7 @@ A case of a real model is one more line: `build` makes and shards it, `step` run
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from tide.compiler.options import PlanOptions
+from tide.fsdp import early
 from tide.topology import Topology
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -589,3 +591,26 @@ CASES = (
     Case("not gathered in backward", no_backward_gather),
     Case("more buffers", more_buffers),
 )
+
+
+# Early reduction -------------------------------------------------------------------------------
+
+#: Cases in which no unit may reduce early: one gradient a unit, shards on the CPU, or all at once.
+NEVER_EARLY = frozenset({"CPU offload", "CPU offload, pinned", "CPU offload, float32", "TP and FSDP"})
+
+
+def with_early_parts(case: Case) -> Case:
+    """The case with early reduction, however small the early part would be."""
+
+    def prepare(side: Side) -> None:
+        early.LEAST_BYTES = 1
+        if case.prepare is not None:
+            case.prepare(side)
+
+    def check(attachment: Any) -> None:
+        if case.check is not None:
+            case.check(attachment)
+        counts = [unit.counts for unit in attachment._units.values()]
+        assert sum(count.early for count in counts) > 0 or case.name in NEVER_EARLY, attachment.report()
+
+    return replace(case, attach={**case.attach, "early_reduce": True}, prepare=prepare, check=check)

@@ -17,7 +17,7 @@ from tide.compiler.model import ModelSpec
 from tide.compiler.options import PlanOptions
 from tide.compiler.verify import verify
 from tide.errors import AttachError
-from tide.fsdp import introspect, seam, versions
+from tide.fsdp import early, introspect, seam, versions
 from tide.fsdp.configuration import Reading, Sticky, fingerprint, read_groups, slots_for
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
@@ -43,6 +43,7 @@ def attach(
     strict: bool = False,
     debug: bool = False,
     reuse_forward: bool = False,
+    early_reduce: bool = False,
     slots: int | None = None,
     topology: Topology | None = None,
     options: PlanOptions | None = None,
@@ -68,6 +69,13 @@ def attach(
         Spare backward the all-gather of units that the forward pass has left in their slots (its last ones): their
         parameters are then those of the forward pass. Optimizer steps, ``load_state_dict`` and in-place operations
         on parameters in between are noticed, edits through ``.data`` are not; stock FSDP2 would gather those.
+    early_reduce : bool
+        Reduce the gradients that come first in a unit's backward pass while it computes the rest, so that less of
+        the last unit's reduction is left over. What comes first is learned in the first backward pass. Every rank
+        must run the same graph: where one of them alone has other gradients than before, or changes one after it
+        has been accumulated, ranks reduce different parts, and the step ends with a PeerError that names the unit.
+        Changes that all ranks make are noticed, except through ``.data`` of a gradient; the unit is then reduced in
+        one as without this.
     slots : int, optional
         Slots that units of one kind share; by default what the model's prefetching fills, two at least.
     topology : Topology, optional
@@ -105,7 +113,7 @@ def attach(
                 f"{introspect.class_name(model)}: a forward or backward pass is under way; attach between steps "
                 "(after an exception in a step, reset_iter_state() of torch 2.13 and later ends it)"
             )
-    return Attachment(model, transport, strict, debug, reuse_forward, topology, options)
+    return Attachment(model, transport, strict, debug, reuse_forward, early_reduce, topology, options)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -131,7 +139,7 @@ class Attachment:
         The plan in use; None if every group runs stock.
     slots : int
         Slots that units of one kind share.
-    strict, debug, reuse_forward : bool
+    strict, debug, reuse_forward, early_reduce : bool
         As given.
     """
 
@@ -142,10 +150,12 @@ class Attachment:
         strict: bool,
         debug: bool,
         reuse_forward: bool,
+        early_reduce: bool,
         topology: Topology | None,
         options: PlanOptions,
     ) -> None:
-        self.strict, self.debug, self.reuse_forward = strict, debug, reuse_forward
+        self.strict, self.debug = strict, debug
+        self.reuse_forward, self.early_reduce = reuse_forward, early_reduce
         self.slots = options.slots or 0
         self.compiled: Compiled | None = None
         self._model = model
@@ -347,6 +357,8 @@ class Attachment:
         self.steps += 1
         if fingerprint(self._readings) != self._fingerprint:
             self._bind()
+        if self.early_reduce:
+            early.settle(self, list(self._units.values()))
 
 
 def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
