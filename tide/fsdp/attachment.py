@@ -72,10 +72,9 @@ def attach(
     early_reduce : bool
         Reduce the gradients that come first in a unit's backward pass while it computes the rest, so that less of
         the last unit's reduction is left over. What comes first is learned in the first backward pass. Every rank
-        must run the same graph: where one of them alone has other gradients than before, or changes one after it
-        has been accumulated, ranks reduce different parts, and the step ends with a PeerError that names the unit.
-        Changes that all ranks make are noticed, except through ``.data`` of a gradient; the unit is then reduced in
-        one as without this.
+        must run the same graph: where a rank alone has other gradients than before, or changes one after it has
+        been accumulated, the step ends with a PeerError that names the unit. Where all ranks do, the unit is reduced
+        in one from then on, as without this; edits through ``.data`` of a gradient are not noticed.
     slots : int, optional
         Slots that units of one kind share; by default what the model's prefetching fills, two at least.
     topology : Topology, optional
@@ -169,6 +168,8 @@ class Attachment:
         self._fingerprint: tuple[object, ...] = ()
         self._said: set[str] = set()
         self.bindings = 0
+        #: What units reduced early before the last binding.
+        self.early_parts: dict[str, tuple[early.Choice, early.Terms]] = {}
         #: Forward passes of a root that have begun, and steps of any optimizer: what was gathered before one of
         #: them is not taken for what would be gathered after it.
         self.steps = 0
@@ -355,10 +356,10 @@ class Attachment:
     def _refresh(self) -> None:
         """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
         self.steps += 1
-        if fingerprint(self._readings) != self._fingerprint:
-            self._bind()
         if self.early_reduce:
             early.settle(self, list(self._units.values()))
+        if fingerprint(self._readings) != self._fingerprint:
+            self._bind()
 
 
 def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

@@ -8,12 +8,12 @@ its reduction is exposed. Here it is done in two parts::
 
 Which gradients come first is noted in a backward pass; the ranks compare what they saw before the next forward
 pass, and from then on a hook on the last parameter of the early part starts it. The early part's result is used
-only if, at the end of the unit's backward pass, its gradients are still what was reduced; else it is dropped, all
-gradients are reduced as without it, and the unit has no early part any more.
+only if, at the end of the unit's backward pass, its gradients are still what was reduced. Otherwise, or if the
+early part did not begin as it should have, the ranks tell each other so, all gradients are reduced as without it,
+and the unit has no early part any more.
 
-That decision is made on every rank by itself. It is the same on all, as long as all run the same graph: nothing
-short of a message in every step could tell whether they do. Where they do not, their programs differ, and the
-transport's deadline names unit, step and peer.
+A rank that alone comes to that waits for the others, which wait for its part of the rest: deadlines end the step
+and name the unit. Nothing short of a message in every step could tell earlier that ranks run different graphs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 SHARE = 0.75
 #: Bytes of a rank's shards from which on an early part is worth a program of its own.
 LEAST_BYTES = 8 * 2**20
+
+
+_MISSED = "gradients come in another order than before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +174,14 @@ class EarlyReduction:
         self.choice: Choice | None = None
         self.reason = "not learned yet"
         self._learning = True
+        #: Whether hooks were there when the unit's forward pass ran, so that the early part must begin in backward.
+        self._armed = False
+        self._accumulates = False
+        #: Why the early part did not begin.
+        self._missed = _MISSED
+        self._terms: Terms | None = None
         self._order: list[int] = []
         self._streams: list[Any] = []
-        self._terms: Terms | None = None
         self._part: Part | None = None
         self._hooks: list[Any] = []
         self._leaf: torch.Tensor | None = None
@@ -181,6 +189,9 @@ class EarlyReduction:
             self._stop("its parameters are offloaded to the CPU")
         elif introspect.is_compiled(unit.group):
             self._stop("its module is compiled as one, whose gradients come all at once")
+        elif (known := unit.attachment.early_parts.pop(unit.name, None)) is not None:
+            self._learning = False
+            self.choice, self._terms = known
 
     @property
     def remark(self) -> str:
@@ -190,13 +201,16 @@ class EarlyReduction:
         return f"; no early part, since {self.reason}"
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Takes the hooks away; what was settled stays, for the unit that takes this one's place."""
+        if self.choice is not None and self._terms is not None:
+            self.unit.attachment.early_parts[self.unit.name] = self.choice, self._terms
         self._stop("detached")
         with suppress(PeerError):
             self._drop()
 
     def _stop(self, reason: str) -> None:
         self._learning, self.choice, self.learned, self.reason = False, None, None, reason
+        self._armed = False
         self._unhook()
 
     def _unhook(self) -> None:
@@ -214,14 +228,16 @@ class EarlyReduction:
             watched = tuple(range(len(self.unit.params)))
         else:
             return
+        self._order.clear()  # of a backward pass that an exception has ended
         leaves = [(index, self.unit.params[index]._unsharded_param) for index in watched]
-        if leaves[0][1] is self._leaf:
+        if leaves[0][1] is self._leaf and self._hooks:
             return
         self._unhook()
         self._leaf = leaves[0][1]
         for index, leaf in leaves:
             if leaf.requires_grad:
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(self._hook(index)))
+        self._armed = self.choice is not None
 
     def _hook(self, index: int) -> Any:
         if self.choice is not None:
@@ -230,6 +246,7 @@ class EarlyReduction:
         def note(leaf: torch.Tensor) -> None:
             if self._learning and introspect.reduces_now(self.unit.group):
                 self._order.append(index)
+                self._accumulates = self._accumulates or introspect.has_accumulated(self.unit.group)
                 stream = self.unit.group.device_handle.current_stream()
                 if stream not in self._streams:
                     self._streams.append(stream)
@@ -264,6 +281,8 @@ class EarlyReduction:
             return "gradients come more than once in a backward pass"
         if len(streams) > 1:
             return "its gradients come on several streams"
+        if self._accumulates:
+            return "its gradients are accumulated over several backward passes in another type than they are made in"
         if any(introspect.is_distributed(self.unit.params[index]) for index in every):
             return "its gradients are distributed tensors"
         early = choose(order, self.unit.gradient_bytes)
@@ -281,19 +300,22 @@ class EarlyReduction:
 
     def _start(self, leaf: torch.Tensor) -> None:
         """The last gradient of the early part is there."""
-        unit, choice, terms = self.unit, self.choice, self._terms
         self._drop()  # of a backward pass that an exception has ended
+        unit, choice, terms = self.unit, self.choice, self._terms
         if choice is None or terms is None or not unit.reduces or not introspect.reduces_now(unit.group):
             return
-        if terms.settings != introspect.reduce_settings(unit.group):
-            return  # the next reduction tells what follows from them
         given: dict[int, torch.Tensor] = {}
         for index in choice.early:
             grad = unit.params[index]._unsharded_param.grad
             if grad is None or type(grad) is not torch.Tensor:
+                self._missed = _MISSED
                 return
             given[index] = grad
         if introspect.has_accumulated(unit.group):
+            self._missed = "gradients of earlier backward passes are there"
+            return
+        if terms.settings != introspect.reduce_settings(unit.group):
+            self._missed = "its gradients are divided by another factor, or reduced in another type, than before"
             return
         current = unit.group.device_handle.current_stream()
         with torch.no_grad(), unit.on(terms.stream):
@@ -305,7 +327,7 @@ class EarlyReduction:
         self._part = Part(given, marks, sent, output, terms, ticket)
 
     def take(self, grads: Sequence[tuple[int, torch.Tensor]]) -> Part | None:
-        """The early part, if these are the gradients that it was begun for.
+        """The early part, if these are the gradients that it was begun for. May be collective over all ranks.
 
         Parameters
         ----------
@@ -313,21 +335,45 @@ class EarlyReduction:
             All gradients that FSDP2 now reduces.
         """
         part, self._part = self._part, None
-        if part is None or self.choice is None:
+        if self.choice is None or not self._armed:
             return None
         found = dict(grads)
         if tuple(found) != self.choice.every:
             reason = "other parameters have gradients than before"
+        elif part is None:
+            reason = self._missed
         elif any(found[index] is not grad or _mark(grad) != part.marks[index] for index, grad in part.given.items()):
             reason = "a gradient was changed after it had been accumulated"
         else:
             return part
-        self.discard(part)
-        self._stop(reason)
-        self.unit.attachment.say_once(f"unit {self.unit.name!r} has no early part any more, since {reason}")
+        self.give_up(part, reason)
         return None
 
-    def discard(self, part: Part) -> None:
+    def give_up(self, part: Part | None, reason: str) -> None:
+        """Does without an early part from now on. Collective over all ranks, which must come to the same.
+
+        Raises
+        ------
+        PeerError
+            If the others do not come within the deadline.
+        """
+        unit = self.unit
+        if part is not None:
+            self._discard(part)
+        timeout = resolve_timeout()
+        try:
+            with control_group(dist.group.WORLD, timeout) as control:
+                exchange(reason, control, timeout, "early parts")
+        except PeerError as error:
+            raise PeerError(
+                f"unit {unit.name!r} can have no early part on rank {dist.get_rank()}, since {reason}, and other "
+                "ranks do not come to the same. Every rank must run the same graph for early_reduce=True; attach "
+                "without it"
+            ) from error
+        self._stop(reason)
+        unit.attachment.say_once(f"unit {unit.name!r} has no early part any more, since {reason}")
+
+    def _discard(self, part: Part) -> None:
         """Lets an early part end for nothing."""
         self.unit.counts.dropped += 1
         with self.unit.on(part.terms.stream):  # to which the output's memory belongs
@@ -336,7 +382,7 @@ class EarlyReduction:
     def _drop(self) -> None:
         part, self._part = self._part, None
         if part is not None:
-            self.discard(part)
+            self._discard(part)
 
 
 def _mark(grad: torch.Tensor) -> tuple[Any, ...]:

@@ -450,7 +450,7 @@ class AttachedUnit:
             part.output is not output or (part.terms.scale, part.terms.divisor) != (scale, divisor)
         ):
             assert self.early is not None
-            self.early.discard(part)
+            self.early.give_up(part, "FSDP2 reduces in another way than before")
             part = None
         done = {} if part is None else part.sent
         sent, outs = self.laid_out([(index, None if index in done else grad) for index, grad in grads], output)
