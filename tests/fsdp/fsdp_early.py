@@ -70,7 +70,7 @@ class Run:
             model = shard(Branches(), **options)
             self.sides.append(Side(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)))
         self.stock, self.side = self.sides
-        self.attachment = tide.attach(self.side.model, early_reduce=True)
+        self.attachment = tide.attach(self.side.model, early_reduce=True, reuse_forward=True, debug=True)
 
     def step(self, number: int, change: Callable[[Side], Any] | None = None, twice: bool = False) -> None:
         """One step of both; they must agree bit for bit."""

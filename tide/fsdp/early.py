@@ -41,7 +41,7 @@ SHARE = 0.75
 #: Bytes of a rank's shards from which on an early part is worth a program of its own.
 LEAST_BYTES = 8 * 2**20
 
-
+#: Why an early part did not begin, where its hook does not say more.
 _MISSED = "gradients come in another order than before"
 
 
@@ -84,6 +84,13 @@ class Terms:
     device: torch.device
     scale: float
     divisor: float
+
+    @classmethod
+    def of(cls, group: Any, output: torch.Tensor, scale: float, divisor: float) -> Terms:
+        """Those of the reduction that the current stream is given."""
+        stream = group.device_handle.current_stream()
+        settings = introspect.reduce_settings(group)
+        return cls(settings, stream, output.numel(), output.dtype, output.device, scale, divisor)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -268,7 +275,7 @@ class EarlyReduction:
             if every == self.choice.every:
                 self._terms = terms
             return
-        if not self._learning or not self._order:
+        if not self._learning or not self._hooks:  # as on every rank, whatever gradients came here
             return
         self._learning, self._terms = False, terms
         self.learned = self._chosen(every)

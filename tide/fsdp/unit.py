@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import padded_numel, shard
@@ -17,7 +16,7 @@ from tide.fsdp import introspect, versions
 from tide.fsdp.early import EarlyReduction, Part, Terms
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
-from tide.fsdp.virtual import FlatGradients, WholeGradient
+from tide.fsdp.virtual import FlatGradients, TideReduceScatter, WholeGradient
 
 if TYPE_CHECKING:
     from tide.fsdp.attachment import Attachment
@@ -66,34 +65,6 @@ class Counts:
     def __str__(self) -> str:
         shown = [f"{name} {value}" for f in fields(self) if (value := getattr(self, name := f.name))]
         return ", ".join(shown) or "idle"
-
-
-class TideReduceScatter(ReduceScatter):
-    """Reduce-scatter of a unit, as FSDP2 calls it: with a flat input that has no memory."""
-
-    def __init__(self, unit: AttachedUnit) -> None:
-        self.unit = unit
-        self._pending: FlatGradients | None = None
-
-    def reset(self) -> None:
-        """Forgets a reduction that an exception has cut short."""
-        self._pending = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input of the next reduction, then its output."""
-        numel = int(size[0])
-        pending, self._pending = self._pending, None
-        if pending is not None and pending.numel() == numel * self.unit.owners:
-            return self.unit.new_output(numel, pending, dtype, device)
-        self._pending = FlatGradients((numel,), dtype, device)
-        return self._pending
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Sums the captured gradients into the output."""
-        assert isinstance(input_tensor, FlatGradients)
-        self.unit.reduce_scatter(output_tensor, input_tensor, op)
 
 
 class AttachedUnit:
@@ -460,16 +431,7 @@ class AttachedUnit:
             tickets.append(part.ticket)
             self.counts.early += 1
         if self.early is not None and part is None:
-            terms = Terms(
-                introspect.reduce_settings(self.group),
-                self.group.device_handle.current_stream(),
-                output.numel(),
-                output.dtype,
-                output.device,
-                scale,
-                divisor,
-            )
-            self.early.learn(terms, grads)
+            self.early.learn(Terms.of(self.group, output, scale, divisor), grads)
         if output.device.type != "cpu":
             # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
             stream = self.group.device_handle.current_stream()
