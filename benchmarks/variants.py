@@ -9,7 +9,7 @@
     tide:64/32            CTAs of its kernels, place/accumulate
     tide+slots=3+route=pull    fields of PlanOptions, or arguments of tide.attach; a bare name means True
 
-``tide-regather`` is short for ``tide+reuse_forward=0``.
+``tide-regather`` is short for ``tide+reuse_forward=0``, ``tide-early`` for ``tide+early_reduce``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tide.compiler.options import PlanOptions
 from tide.transport.cuda import CudaTransport, Settings
 
 NAMES = ("stock", "free", "symm", "tide")
-SHORT = {"tide-regather": "tide+reuse_forward=0"}
+SHORT = {"tide-regather": "tide+reuse_forward=0", "tide-early": "tide+early_reduce"}
 #: Arguments of ``tide.attach`` that a text may set; the others are the benchmark's.
 ARGUMENTS = tuple(
     name
@@ -72,7 +72,8 @@ def parse(text: str) -> Variant:
     ValueError
         With what there is.
     """
-    head, *changes = SHORT.get(text, text).split("+")
+    first, *others = text.split("+")
+    head, *changes = [*SHORT.get(first, first).split("+"), *others]
     name, _, detail = head.partition(":")
     if name not in NAMES:
         raise ValueError(f"no variant {text!r}; there are {', '.join(NAMES)}")

@@ -138,6 +138,8 @@ def test_copies_of_all_ranks_do_not_meet(world):
         ("tide:64/32", variants.Variant("tide", "64/32")),
         ("tide+slots=3+route=pull", variants.Variant("tide", "", {"slots": 3, "route": "pull"})),
         ("tide-regather", variants.Variant("tide", "", {}, {"reuse_forward": False})),
+        ("tide-early", variants.Variant("tide", "", {}, {"early_reduce": True})),
+        ("tide-early+slots=3", variants.Variant("tide", "", {"slots": 3}, {"early_reduce": True})),
         ("tide+padded_storage", variants.Variant("tide", "", {"padded_storage": True})),
     ],
 )

@@ -5,6 +5,7 @@ A case of a real model is one more line: `build` makes and shards it, `step` run
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from tide.compiler.options import PlanOptions
+from tide.fsdp import early
 from tide.topology import Topology
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -481,8 +483,8 @@ def slots_shared(attachment: Any) -> None:
 def put_off(attachment: Any) -> None:
     """Prefetches gave way to what was needed."""
     all_on_tide(attachment)
-    assert "evicted 5" in attachment.report(), attachment.report()
-    assert "declined 5" in attachment.report(), attachment.report()
+    assert f"evicted {attachment.steps}" in attachment.report(), attachment.report()
+    assert f"declined {attachment.steps}" in attachment.report(), attachment.report()
 
 
 def learned(attachment: Any) -> None:
@@ -589,3 +591,36 @@ CASES = (
     Case("not gathered in backward", no_backward_gather),
     Case("more buffers", more_buffers),
 )
+
+
+# Early reduction -------------------------------------------------------------------------------
+
+#: Cases in which no unit reduces early: what they reduce was accumulated in another type, is offloaded, or distributed.
+NEVER_EARLY = frozenset(
+    {
+        "accumulate without sync, bf16",
+        "accumulate, kept whole",
+        "dim 1 and 2, bf16",
+        "CPU offload",
+        "CPU offload, pinned",
+        "CPU offload, float32",
+        "distributed parameters",
+    }
+)
+
+
+def with_early_parts(case: Case) -> Case:
+    """The case with early reduction, however small the early part would be."""
+
+    def prepare(side: Side) -> None:
+        early.LEAST_BYTES = 1
+        if case.prepare is not None:
+            case.prepare(side)
+
+    def check(attachment: Any) -> None:
+        if case.check is not None:
+            case.check(attachment)
+        happened = ", early " in attachment.report()
+        assert happened == (case.name not in NEVER_EARLY), attachment.report()
+
+    return replace(case, attach={**case.attach, "early_reduce": True}, prepare=prepare, check=check)

@@ -251,13 +251,20 @@ def run_case(case: Case, rank: int, world: int, steps: int = STEPS) -> str:
 
 
 def run_cases(
-    rank: int, world: int, names: tuple[str, ...] = (), part: int = 0, parts: int = 1, reuse: bool = False
+    rank: int,
+    world: int,
+    names: tuple[str, ...] = (),
+    part: int = 0,
+    parts: int = 1,
+    reuse: bool = False,
+    early: bool = False,
 ) -> dict[str, str]:
     """Runs the table's cases for this world size, or a part of them; returns what went wrong, by name.
 
-    With ``reuse``, gradients are received in vacated slots.
+    With ``reuse``, gradients are received in vacated slots. With ``early``, there are three steps a case, and an
+    early part in every unit that can have one.
     """
-    from fsdp_cases import CASES
+    from fsdp_cases import CASES, with_early_parts
 
     version = torch_version()
     chosen = [
@@ -265,6 +272,8 @@ def run_cases(
     ]
     if reuse:
         chosen = [through_slots(case) for case in chosen if case.attach.get("options") is None]
+    if early:
+        return run_chosen([with_early_parts(case) for case in chosen[part::parts]], rank, world, 3, told=bool(names))
     return run_chosen(chosen[part::parts], rank, world, told=bool(names))
 
 
@@ -297,13 +306,15 @@ def run_chosen(cases: Sequence[Case], rank: int, world: int, steps: int = STEPS,
     return failures
 
 
-if __name__ == "__main__":  # python tests/fsdp/fsdp_parity.py 2 [case …]
+if __name__ == "__main__":  # python tests/fsdp/fsdp_parity.py 2 [--early] [case …]
     from fsdp_parity import run_cases as run
 
     from ranks import run_ranks
 
     try:
-        found = run_ranks(run, int(sys.argv[1]), tuple(sys.argv[2:]), timeout=280)[0]
+        early = "--early" in sys.argv
+        names = tuple(name for name in sys.argv[2:] if name != "--early")
+        found = run_ranks(run, int(sys.argv[1]), names, 0, 1, False, early, timeout=280)[0]
         print("\n".join(f"{name}: {text}" for name, text in found.items()) or "all equal")
     except AssertionError:
         traceback.print_exc()

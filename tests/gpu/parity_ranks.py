@@ -45,6 +45,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--communicators", type=int, default=1, help="of NCCL, for those steps")
     parser.add_argument("--signals", choices=("nccl", "word"), default="nccl", help="what tells of a put")
     parser.add_argument("--debug", action="store_true", help="parity: poison vacated slots, delay random streams")
+    parser.add_argument("--early", action="store_true", help="parity: with early_reduce=True, however small the part")
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="parity: this case")
     parser.add_argument("--part", type=int, default=0, help="parity: every PARTS-th case from this one on")
     parser.add_argument("--parts", type=int, default=1)
@@ -195,7 +196,7 @@ def parity(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
     import fsdp_parity
     import torch
     import torch.distributed as dist
-    from fsdp_cases import CASES
+    from fsdp_cases import CASES, with_early_parts
     from fsdp_parity import Mismatch, run_case
 
     from tide.fsdp.introspect import torch_version
@@ -232,6 +233,8 @@ def parity(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
             continue
         begin, report = time.perf_counter(), ""
         wrong.clear()
+        if given.early:
+            case = with_early_parts(case)
         attach = {**case.attach, "transport": transport_of(given), **where}
         if given.debug:
             attach["debug"] = True

@@ -18,7 +18,7 @@ from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError
-from tide.fsdp import introspect, seam, versions
+from tide.fsdp import early, introspect, seam, versions
 from tide.fsdp.configuration import fingerprint, slots_for, why_not
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
@@ -44,6 +44,7 @@ def attach(
     strict: bool = False,
     debug: bool = False,
     reuse_forward: bool = False,
+    early_reduce: bool = False,
     slots: int | None = None,
     prefetch: int | None = None,
     topology: Topology | None = None,
@@ -70,6 +71,12 @@ def attach(
         Spare backward the all-gather of units that the forward pass has left in their slots (its last ones): their
         parameters are then those of the forward pass. Optimizer steps, ``load_state_dict`` and in-place operations
         on parameters in between are noticed, edits through ``.data`` are not; stock FSDP2 would gather those.
+    early_reduce : bool
+        Reduce the gradients that come first in a unit's backward pass while it computes the rest, so that less of
+        the last unit's reduction is left over. What comes first is learned in the first backward pass. Every rank
+        must run the same graph: where a rank alone has other gradients than before, or changes one after it has
+        been accumulated, the step ends with a PeerError that names the unit. Where all ranks do, the unit is reduced
+        in one from then on, as without this; edits through ``.data`` of a gradient are not noticed.
     slots : int, optional
         Modules that may be whole one after the other, see :class:`tide.PlanOptions`; by default what the model's
         prefetching fills, two at least.
@@ -111,7 +118,7 @@ def attach(
                 f"{introspect.class_name(model)}: a forward or backward pass is under way; attach between steps "
                 "(after an exception in a step, reset_iter_state() of torch 2.13 and later ends it)"
             )
-    return Attachment(model, transport, strict, debug, reuse_forward, topology, options)
+    return Attachment(model, transport, strict, debug, reuse_forward, early_reduce, topology, options)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -137,7 +144,7 @@ class Attachment:
         The plan in use; None if every group runs stock.
     slots : int
         Modules that may be whole one after the other.
-    strict, debug, reuse_forward : bool
+    strict, debug, reuse_forward, early_reduce : bool
         As given.
     """
 
@@ -148,10 +155,12 @@ class Attachment:
         strict: bool,
         debug: bool,
         reuse_forward: bool,
+        early_reduce: bool,
         topology: Topology | None,
         options: PlanOptions,
     ) -> None:
-        self.strict, self.debug, self.reuse_forward = strict, debug, reuse_forward
+        self.strict, self.debug = strict, debug
+        self.reuse_forward, self.early_reduce = reuse_forward, early_reduce
         self.slots = options.slots or 0
         self.compiled: Compiled | None = None
         self._model = model
@@ -165,6 +174,8 @@ class Attachment:
         self._fingerprint: tuple[object, ...] = ()
         self._said: set[str] = set()
         self.bindings = 0
+        #: What units reduced early before the last binding.
+        self.early_parts: dict[str, tuple[early.Choice, early.Terms]] = {}
         #: Forward passes of a root that have begun, and steps of any optimizer: what was gathered before one of
         #: them is not taken for what would be gathered after it.
         self.steps = 0
@@ -355,6 +366,8 @@ class Attachment:
     def _refresh(self) -> None:
         """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
         self.steps += 1
+        if self.early_reduce:
+            early.settle(self, list(self._units.values()))
         if fingerprint(self._readings) != self._fingerprint:
             self._bind()
 

@@ -348,3 +348,41 @@ def is_in_forward(group: Any) -> bool:
 def is_in_backward(group: Any) -> bool:
     """Whether the group is gathered for a backward pass."""
     return bool(group._training_state.name == "PRE_BACKWARD")
+
+
+def reduces_now(group: Any) -> bool:
+    """Whether the backward pass that runs through the group will reduce its gradients."""
+    return bool(group.reduce_grads) and is_in_backward(group)
+
+
+def reduce_settings(group: Any) -> tuple[Any, ...]:
+    """From which FSDP2 derives the type and the factors of a reduction."""
+    return (
+        group._reduce_dtype,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+        group.mesh_info.shard_process_group,
+    )
+
+
+def has_accumulated(group: Any) -> bool:
+    """Whether gradients of earlier backward passes lie beside those of this one."""
+    return any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
+
+
+def is_offloaded(group: Any) -> bool:
+    """Whether shards and their gradients live on the CPU."""
+    return any(bool(param.offload_to_cpu) for param in group.fsdp_params)
+
+
+def is_distributed(param: Any) -> bool:
+    """Whether the whole parameter, and its gradient, is a distributed tensor."""
+    return bool(param.is_dtensor)
+
+
+def is_compiled(group: Any) -> bool:
+    """Whether a module of the group is compiled as one, so that its backward pass is a single step."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in group.modules
+    )

@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import padded_numel, shard
 from tide.errors import AttachError, SlotError
 from tide.fsdp import introspect, versions
+from tide.fsdp.early import EarlyReduction, Part, Terms
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
-from tide.fsdp.virtual import FlatGradients, WholeGradient
+from tide.fsdp.virtual import FlatGradients, TideReduceScatter, WholeGradient
 
 if TYPE_CHECKING:
     from tide.fsdp.attachment import Attachment
@@ -45,6 +46,10 @@ class Counts:
         Stock all-gathers over the smaller mesh of ``reshard_after_forward=int``, into the slot.
     aside : int
         Stock all-gathers into memory of their own, because another whole unit held the slot.
+    early : int
+        Reductions of which a part was done while backward still ran through the unit.
+    dropped : int
+        Such parts that were done for nothing.
     """
 
     gathered: int = 0
@@ -54,38 +59,12 @@ class Counts:
     evicted: int = 0
     regathered: int = 0
     aside: int = 0
+    early: int = 0
+    dropped: int = 0
 
     def __str__(self) -> str:
         shown = [f"{name} {value}" for f in fields(self) if (value := getattr(self, name := f.name))]
         return ", ".join(shown) or "idle"
-
-
-class TideReduceScatter(ReduceScatter):
-    """Reduce-scatter of a unit, as FSDP2 calls it: with a flat input that has no memory."""
-
-    def __init__(self, unit: AttachedUnit) -> None:
-        self.unit = unit
-        self._pending: FlatGradients | None = None
-
-    def reset(self) -> None:
-        """Forgets a reduction that an exception has cut short."""
-        self._pending = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input of the next reduction, then its output."""
-        numel = int(size[0])
-        pending, self._pending = self._pending, None
-        if pending is not None and pending.numel() == numel * self.unit.owners:
-            return self.unit.new_output(numel, pending, dtype, device)
-        self._pending = FlatGradients((numel,), dtype, device)
-        return self._pending
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Sums the captured gradients into the output."""
-        assert isinstance(input_tensor, FlatGradients)
-        self.unit.reduce_scatter(output_tensor, input_tensor, op)
 
 
 class AttachedUnit:
@@ -122,6 +101,9 @@ class AttachedUnit:
         self.ends_late = False
         self._given: list[tuple[int, torch.Tensor]] = []
         self._released: Any = None
+        #: Reduces a part of the gradients before backward has ended, if asked to.
+        self.early: EarlyReduction | None = None
+        self._part: Part | None = None
 
     # Binding -----------------------------------------------------------------------------------
 
@@ -158,18 +140,22 @@ class AttachedUnit:
             self.group._reduce_scatter_comm = self._comm
         if hasattr(self.group, _REGISTER):
             setattr(self.group, _REGISTER, self._noting_inputs(getattr(self.group, _REGISTER)))
+        if self.attachment.early_reduce:
+            self.early = EarlyReduction(self)
 
     def unbind(self) -> None:
         """Gives the group back to FSDP2; it must be resharded."""
         if self._session is None:
             return
+        if self.early is not None:
+            self.early.close()
         for storage in self._storages:
             storage.unpoint()
             storage.param.__dict__.pop(UNIT, None)
         if self.group._reduce_scatter_comm is self._comm:  # else the user has set one since
             self.group._reduce_scatter_comm = self._stock_comm
         self.group.__dict__.pop(_REGISTER, None)
-        self._session = self._ticket = self._claim = self._forward = None
+        self._session = self._ticket = self._claim = self._forward = self.early = None
 
     def _noting_inputs(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """FSDP2's registration for the end of backward, which happens on inputs that need a gradient."""
@@ -178,6 +164,8 @@ class AttachedUnit:
             found = stock(args, kwargs)
             if torch.is_grad_enabled():
                 self.ends_late = found[0] is args and found[1] is kwargs
+                if self.early is not None:
+                    self.early.prepare()
             return found
 
         return register
@@ -194,8 +182,9 @@ class AttachedUnit:
     @property
     def remark(self) -> str:
         """What of the unit's collectives is not TIDE's, for the report."""
-        comm = self.group._reduce_scatter_comm
-        return "" if comm is self._comm else f"; gradients by the user's {type(comm).__name__}"
+        if not self.reduces:
+            return f"; gradients by the user's {type(self.group._reduce_scatter_comm).__name__}"
+        return "" if self.early is None else self.early.remark
 
     # All-gather --------------------------------------------------------------------------------
 
@@ -242,7 +231,7 @@ class AttachedUnit:
             return stock()
         if introspect.is_resharded_smaller(self.group):
             # Its input is cut from the whole storage, not the shards that the plan knows: FSDP2 gathers it.
-            with self._on(stream):
+            with self.on(stream):
                 self._claim = self.session.claim(self.name)
             self.counts.regathered += 1
             return stock()
@@ -252,10 +241,10 @@ class AttachedUnit:
             self.counts.kept += 1
             return versions.delivered(Delivered(kept, shards))
         if self.params[0].offload_to_cpu and self.group.device.type != "cpu":
-            with self._on(copy_in):
+            with self.on(copy_in):
                 shards = [tensor.to(self.group.device, non_blocking=True) for tensor in shards]
             stream.wait_stream(copy_in)
-        with self._on(stream):
+        with self.on(stream):
             self._ticket = self.session.all_gather(self.name, shards)
         reusable = self.attachment.reuse_forward and introspect.is_in_forward(self.group)
         self._forward = (self._ticket, self._made_of()) if reusable else None
@@ -343,59 +332,114 @@ class AttachedUnit:
         self._aside = True
         self.counts.aside += 1
 
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Context in which a stream is the current one."""
         context: AbstractContextManager[Any] = self.group.device_handle.stream(stream)
         return context
 
     # Reduce-scatter ----------------------------------------------------------------------------
 
+    @property
+    def reduces(self) -> bool:
+        """Whether TIDE sums the gradients, and not a comm object of the user's."""
+        return self.group._reduce_scatter_comm is self._comm
+
+    @property
+    def gradient_bytes(self) -> list[int]:
+        """Bytes of a rank's shard of each parameter's gradient, as it is sent; 0 for a frozen one."""
+        parameters = self.session.compiled.spec.unit(self.name).parameters
+        return [
+            reserved * itemsize(parameter.grad_dtype) if parameter.grad_dtype is not None else 0
+            for reserved, parameter in zip(self._reserved, parameters, strict=True)
+        ]
+
     def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor]) -> Any:
         """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own."""
-        if self.group._reduce_scatter_comm is not self._comm:
+        if not self.reduces:
             return stock()
         self._comm.reset()
         self._given = [(self._indices[id(param)], grad) for param, grad in zip(params, grads, strict=True)]
+        self._part = None if self.early is None else self.early.take(self._given)
         for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if introspect.shard_dim(param) != 0:
                 grads[position] = WholeGradient(grad)
         try:
             result = stock()
         finally:
-            self._given = []
+            self._given, self._part = [], None
             released, self._released = self._released, None
         return result if released is None else versions.with_inputs_event(result, released)
 
     def new_output(self, numel: int, flat: FlatGradients, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Flat output of a reduction: zero where FSDP2 pads, since its hooks and all-reduces see it."""
-        padded = any(self._padding[index] for index, _ in self._in_order(flat))
-        make = torch.zeros if padded else torch.empty
+        """Flat output of a reduction: the one that holds its early part, or a new one."""
+        if self._part is not None:
+            terms = self._part.terms
+            if (terms.numel, terms.dtype, terms.device) == (numel, dtype, device):
+                return self._part.output
+        return self.flat_output([index for index, _ in self._in_order(flat)], numel, dtype, device)
+
+    def flat_output(self, indices: Sequence[int], numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
+        make = torch.zeros if any(self._padding[index] for index in indices) else torch.empty
         return make(numel, dtype=dtype, device=device)
 
-    def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
-        """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
-        grads, outs, offset = {}, {}, 0
-        for index, grad in self._in_order(flat):
+    def laid_out(
+        self, grads: Sequence[tuple[int, torch.Tensor | None]], output: torch.Tensor
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """What is reduced, and the place of each result in ``output``, by parameter index.
+
+        Parameters
+        ----------
+        grads : sequence of (int, Tensor or None)
+            Whole gradients of all parameters that have a place, in FSDP2's order; None is left out.
+        output : Tensor
+            Flat, as FSDP2 wants it.
+        """
+        sent, outs, offset = {}, {}, 0
+        for index, grad in grads:
             reserved = self._reserved[index]
-            # Copies, where they are needed, are made here: they are kept as long as the gradients are.
-            if grad.itemsize > output.itemsize:
-                grad = grad.to(output.dtype)
-            grads[index] = grad if grad.is_contiguous() else grad.contiguous()
-            outs[index] = output[offset : offset + reserved]
+            if grad is not None:
+                # Copies, where they are needed, are made here: they are kept as long as the gradients are.
+                if grad.itemsize > output.itemsize:
+                    grad = grad.to(output.dtype)
+                sent[index] = grad if grad.is_contiguous() else grad.contiguous()
+                outs[index] = output[offset : offset + reserved]
             offset += reserved
         if offset != output.numel():
             raise AttachError(
                 f"unit {self.name!r}: FSDP2 wants {output.numel()} elements of reduced gradients, the plan has "
                 f"{offset}; call tide.detach(model) and report it"
             )
-        flat.record.kept = grads
+        return sent, outs
+
+    def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
+        """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
         scale, divisor = versions.scale_of(op, self.owners, self.group.gradient_divide_factor)
-        ticket = self.session.reduce_scatter(self.name, grads, outs, scale / flat.record.divided, divisor)
+        scale /= flat.record.divided
+        part, grads = self._part, self._in_order(flat)
+        if part is not None and (
+            part.output is not output or (part.terms.scale, part.terms.divisor) != (scale, divisor)
+        ):
+            assert self.early is not None
+            self.early.give_up(part, "FSDP2 reduces in another way than before")
+            part = None
+        done = {} if part is None else part.sent
+        sent, outs = self.laid_out([(index, None if index in done else grad) for index, grad in grads], output)
+        flat.record.kept = sent, done
+        tickets = [self.session.reduce_scatter(self.name, sent, outs, scale, divisor)]
+        if part is not None:
+            tickets.append(part.ticket)
+            self.counts.early += 1
+        if self.early is not None and part is None:
+            self.early.learn(Terms.of(self.group, output, scale, divisor), grads)
         if output.device.type != "cpu":
             # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
             stream = self.group.device_handle.current_stream()
-            ticket.wait_released()
+            for ticket in tickets:
+                ticket.wait_released()
             self._released = stream.record_event()
-        ticket.wait()
+        for ticket in tickets:
+            ticket.wait()
         self.counts.reduced += 1
 
     def _in_order(self, flat: FlatGradients) -> list[tuple[int, torch.Tensor]]:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from tide.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from tide.fsdp.unit import AttachedUnit
 
 
 class WholeGradient(torch.Tensor):
@@ -152,6 +156,34 @@ class FlatGradients(torch.Tensor):
             own.record.grads = args[1].record.grads
             return own
         raise _unknown(func)
+
+
+class TideReduceScatter(ReduceScatter):
+    """Reduce-scatter of a unit, as FSDP2 calls it: with a flat input that has no memory."""
+
+    def __init__(self, unit: AttachedUnit) -> None:
+        self.unit = unit
+        self._pending: FlatGradients | None = None
+
+    def reset(self) -> None:
+        """Forgets a reduction that an exception has cut short."""
+        self._pending = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input of the next reduction, then its output."""
+        numel = int(size[0])
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.numel() == numel * self.unit.owners:
+            return self.unit.new_output(numel, pending, dtype, device)
+        self._pending = FlatGradients((numel,), dtype, device)
+        return self._pending
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sums the captured gradients into the output."""
+        assert isinstance(input_tensor, FlatGradients)
+        self.unit.reduce_scatter(output_tensor, input_tensor, op)
 
 
 def _capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
