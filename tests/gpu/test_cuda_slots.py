@@ -22,7 +22,9 @@ from test_cuda_logic import (
 )
 
 from tide.compiler.compile import Compiled
+from tide.compiler.model import Parameter
 from tide.compiler.options import PlanOptions
+from tide.compiler.steps import Place
 from tide.topology import Topology
 from tide.transport.cuda import Settings
 
@@ -120,3 +122,21 @@ def test_what_a_slot_held_is_gone_after_a_reduction() -> None:
         machine.finish()
         check_reduced(made, "block0", 7, outs)
         assert not any(session.resume("block0") for session in made.sessions)
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["areas", "slots"])
+@pytest.mark.parametrize("topology", [Topology(1, 3), Topology(2, 2, virtual=True)], ids=str)
+def test_small_gradients_travel_packed(topology: Topology, reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that packs is in the pushing stream, and the next call's does not overtake this one's copies."""
+    ranks = topology.world_size
+    rows = (Parameter("p.w", (48 * ranks, 12)), *(Parameter(f"p.{i}", (16 * ranks,)) for i in range(7)))
+    monkeypatch.setitem(UNITS, "packed", rows)
+    options = PlanOptions(**{**REUSE.to_dict(), "slot_reuse": reuse})  # type: ignore[arg-type]
+    compiled = compiled_for(topology, ["packed"], options)
+    assert isinstance(compiled.program("packed", "reduce_scatter", 0).streams[0].steps[0], Place)
+    machine = Machine(9)
+    with cluster(compiled, machine, poison=False, settings=Settings(2, 2, "write")) as made:
+        reduced = [(turn, scatter(made, "packed", turn, between=5)) for turn in range(4)]
+        machine.finish()
+        for turn, outs in reduced:
+            check_reduced(made, "packed", turn, outs)
