@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -285,6 +286,20 @@ def bound_anew(rank: int, world: int) -> None:
     run.end()
 
 
+def other_factors(rank: int, world: int) -> None:
+    """FSDP2 turns out to divide in another way than the early part was reduced with."""
+    run = Run(rank)
+    run.step(0)
+    run.step(1)
+    part = run.attachment.unit("layers.0").early
+    part._terms = replace(part._terms, divisor=7.0)
+    run.step(2)
+    run.step(3)
+    assert run.counts() == (1, 1), run.attachment.report()
+    assert "in another way" in run.reason()
+    run.end()
+
+
 def one_rank_alone(rank: int, world: int) -> str:
     """One rank edits a gradient: what its attachment reports, and what the others' deadline says."""
     run = Run(rank)
@@ -298,7 +313,7 @@ def one_rank_alone(rank: int, world: int) -> str:
     return f"no error: {sum(local(p.grad).sum() for p in run.side.model.parameters() if p.grad is not None)}"
 
 
-SCENARIOS = (changed, passes, accumulated, other_parameters, another_order, broken_off, bound_anew)
+SCENARIOS = (changed, passes, accumulated, other_parameters, another_order, broken_off, bound_anew, other_factors)
 
 
 def scenarios(rank: int, world: int) -> None:

@@ -34,7 +34,26 @@ def test_the_early_part_is_what_comes_first(order, mib, found):
 @pytest.mark.parametrize("world", [2, 4])
 def test_parity_with_early_parts(world: int, part: int) -> None:
     """Three steps of each case: the first learns, the others reduce early."""
-    failures = run_ranks(run_cases, world, (), part, 2, True, timeout=240, env={"TIDE_TIMEOUT": "20"})[0]
+    failures = run_ranks(run_cases, world, (), part, 2, False, True, timeout=240, env={"TIDE_TIMEOUT": "20"})[0]
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+#: Units that are whole in their slot, reduced twice a step, share it in turn, or are laid aside.
+THROUGH_SLOTS = (
+    "float32",
+    "bf16, reduced in float32",
+    "reshard off",
+    "accumulate with sync",
+    "explicit prefetch",
+    "dim 1 and 2",
+    "checkpoint over three blocks",
+    "blocks used twice",
+)
+
+
+def test_parity_with_early_parts_and_slots_that_receive() -> None:
+    """The early part goes through the spare areas, as its unit still holds the slot; the rest through the slot."""
+    failures = run_ranks(run_cases, 2, THROUGH_SLOTS, 0, 1, True, True, timeout=240, env={"TIDE_TIMEOUT": "20"})[0]
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 

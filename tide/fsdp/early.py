@@ -14,6 +14,8 @@ and the unit has no early part any more.
 
 A rank that alone comes to that waits for the others, which wait for its part of the rest: deadlines end the step
 and name the unit. Nothing short of a message in every step could tell earlier that ranks run different graphs.
+
+Where a plan reuses slots, the early part goes through the arena's spare areas, as its unit still holds the slot.
 """
 
 from __future__ import annotations
