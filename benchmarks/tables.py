@@ -54,28 +54,56 @@ def machine(record: Record) -> str:
     )
 
 
+def by_model(record: Record) -> list[tuple[str, int]]:
+    """Models and sizes of a step record, in the order of the models' names."""
+    return sorted(dict.fromkeys((row["model"], row["tokens"]) for row in record.rows))
+
+
 def step(record: Record) -> str:
     """Training steps: a line a model and size."""
-    headings = ["model", "tokens/GPU", "solo", "free", "stock", "symm", "TIDE", "off stock", "off symm", "gap closed"]
-    headings.append("peak GiB stock → TIDE")
+    names = ("solo", "free", "stock", "symm", "tide", "tide-early", "tide+slot_reuse")
+    headings = ["model", "tokens/GPU", "solo", "free", "stock", "symm", "TIDE", "early", "Slot-Reuse"]
+    headings += ["off stock", "off symm", "gap closed", "early", "peak GiB stock → TIDE → Slot-Reuse"]
     found = record.rows_by("model", "tokens", "variant")
     lines = []
-    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in record.rows):
-        rows = {name: found.get((model, tokens, name)) for name in ("solo", "free", "stock", "symm", "tide")}
-        stock, symm, tide = rows["stock"], rows["symm"], rows["tide"]
+    for model, tokens in by_model(record):
+        rows = {name: found.get((model, tokens, name)) for name in names}
+        symm, tide = rows["symm"], rows["tide"]
         off_symm = 100 * (1 - tide["ms"] / symm["ms"]) if tide and symm else None
+        peaks = " → ".join(cell(rows[name], "peak_gib", ".1f") for name in ("stock", "tide", "tide+slot_reuse"))
         lines.append(
             [
                 model,
                 f"{tokens:,}",
                 *(cell(rows[name], "ms", ".1f") for name in ("solo", "free", "stock", "symm")),
                 f"**{cell(tide, 'ms', '.1f')}**",
+                *(cell(rows[name], "ms", ".1f") for name in ("tide-early", "tide+slot_reuse")),
                 f"{cell(tide, 'off_stock', '.1f')} %",
                 "–" if off_symm is None else f"{off_symm:.1f} %",
                 cell(tide, "gap_closed", ".2f"),
-                f"{cell(stock, 'peak_gib', '.1f')} → {cell(tide, 'peak_gib', '.1f')}",
+                cell(rows["tide-early"], "gap_closed", ".2f"),
+                peaks,
             ]
         )
+    return markdown(headings, lines)
+
+
+def memory(record: Record) -> str:
+    """Peak memory, as stated beforehand and as measured."""
+    lines = [
+        [
+            row["model"],
+            named(row["variant"]),
+            f"{row['steps']:,}",
+            cell(row, "stated_gib", ".3f"),
+            cell(row, "measured_gib", ".3f"),
+            f"{cell(row, 'off', '+.2f')} %",
+            cell(row, "reserved_gib", ".2f"),
+            str(row["constant"]).replace("True", "yes").replace("False", "no"),
+        ]
+        for row in sorted(record.rows, key=lambda row: (row["model"], row["steps"]))
+    ]
+    headings = ["model", "variant", "steps", "stated GiB", "measured GiB", "off", "reserved GiB", "constant"]
     return markdown(headings, lines)
 
 
@@ -226,8 +254,10 @@ def goals(hardware: str, folder: Path = RESULTS) -> str:
     for kind in ("all-gather", "reduce-scatter"):
         goal(f"{kind}: µs to issue, in a row, ≤ 100", per_block(kind, "issue_us"), ".0f", (100.0,) * 3, below=True)
     steps = newest("step", hardware, folder)
-    closed = [row.get("gap_closed") for row in steps.rows if row["variant"] == "tide"] if steps else []
-    goal("training step: gap to the floor closed ≥ 0.8", closed, ".2f", (0.8,) * len(closed))
+    placed = steps.rows_by("model", "tokens", "variant") if steps else {}
+    for text, variant in (("", "tide"), (", with early_reduce", "tide-early")):
+        closed = [placed.get((*key, variant), {}).get("gap_closed") for key in (by_model(steps) if steps else [])]
+        goal(f"training step{text}: gap to the floor closed ≥ 0.8", closed, ".2f", (0.8,) * len(closed))
     beside = newest("interference", hardware, folder)
     figure = [
         entry["figure"]
@@ -247,6 +277,7 @@ KINDS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "collectives-machine": ("collectives", machine),
     "ceiling": ("collectives", ceiling),
     "sweep": ("collectives", sweep),
+    "memory": ("memory", memory),
     "interference": ("interference", interference),
     "interference-machine": ("interference", machine),
 }

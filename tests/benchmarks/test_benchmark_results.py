@@ -68,7 +68,7 @@ def test_a_changed_result_changes_the_readme(folder):
 def test_a_table_has_a_line_a_case_and_its_figures():
     record = records.newest("step", HARDWARE)
     lines = tables.step(record).splitlines()[2:]
-    cases = list(dict.fromkeys((row["model"], row["tokens"]) for row in record.rows))
+    cases = sorted({(row["model"], row["tokens"]) for row in record.rows})
     assert len(lines) == len(cases)
     found = record.rows_by("model", "tokens", "variant")
     for line, case in zip(lines, cases, strict=True):
@@ -84,7 +84,7 @@ def test_every_table_is_square(kind):
 
 def test_what_was_not_measured_is_said(tmp_path):
     assert tables.render("interference", HARDWARE, tmp_path) == "Not measured."
-    assert tables.render("goals", HARDWARE, tmp_path).count("not measured") == 7
+    assert tables.render("goals", HARDWARE, tmp_path).count("not measured") == 8
 
 
 def test_goals_are_judged_by_the_figures(folder):

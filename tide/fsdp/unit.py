@@ -380,8 +380,15 @@ class AttachedUnit:
 
     def flat_output(self, indices: Sequence[int], numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
-        make = torch.zeros if any(self._padding[index] for index in indices) else torch.empty
-        return make(numel, dtype=dtype, device=device)
+        output = torch.empty(numel, dtype=dtype, device=device)
+        pads, end = [], 0
+        for index in indices:
+            end += self._reserved[index]
+            if padding := self._padding[index]:
+                pads.append(output[end - padding : end])
+        if pads:  # not all of it: clearing takes as long as a tenth of the reduction
+            torch._foreach_zero_(pads)
+        return output
 
     def laid_out(
         self, grads: Sequence[tuple[int, torch.Tensor | None]], output: torch.Tensor
