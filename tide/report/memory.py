@@ -45,7 +45,7 @@ _NOTES = {
     peak.COPIES: "parameters not sharded along dim 0",
     peak.INPUT: "padded, of the reduction's type",
     peak.WINDOWS: "of FSDP2, never given back",
-    "receive area": "gradient pieces, chunked; with Slot-Reuse for those whose slot is held or too small",
+    "receive area": "gradient pieces; Slot-Reuse: where no slot is free",
     "partial and wire areas": "sums between nodes",
     "packed gradients": "small ones, on their way to the owners",
     "spread area": "float32 sums that the switch sums",
