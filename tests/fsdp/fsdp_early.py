@@ -16,7 +16,8 @@ from fsdp_parity import Side, compare, local, lossy
 from torch import nn
 
 import tide
-from tide.errors import PeerError
+from tide.compiler.options import PlanOptions
+from tide.errors import InputError, PeerError
 from tide.fsdp import early
 
 
@@ -62,13 +63,15 @@ def ordered(order: str) -> Callable[[Side], None]:
 class Run:
     """Two copies that take the same steps, one of them attached."""
 
-    def __init__(self, rank: int, **options: Any) -> None:
+    def __init__(self, rank: int, prepare: Callable[[nn.Module], None] | None = None, **options: Any) -> None:
         early.LEAST_BYTES = 1
         self.rank = rank
         self.sides = []
         for _ in range(2):
             torch.manual_seed(7)
             model = shard(Branches(), **options)
+            if prepare is not None:
+                prepare(model)
             self.sides.append(Side(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)))
         self.stock, self.side = self.sides
         self.attachment = tide.attach(self.side.model, early_reduce=True, reuse_forward=True, debug=True)
@@ -286,6 +289,40 @@ def bound_anew(rank: int, world: int) -> None:
     run.end()
 
 
+def train_norms(model: nn.Module, wanted: bool) -> None:
+    """Whether the norms of the second branches are trained."""
+    for layer in model.layers:
+        layer.b.norm.requires_grad_(wanted)
+
+
+def other_trainables(rank: int, world: int) -> None:
+    """Another plan, since a unit trains more parameters: its early part is learned anew."""
+    run = Run(rank, lambda model: train_norms(model, False))
+    run.step(0)
+    run.step(1)
+    before = run.attachment.unit("layers.0").early.choice
+    run.step(2, lambda side: train_norms(side.model, True))
+    assert run.attachment.bindings == 2
+    assert run.counts() == (0, 0), run.attachment.report()
+    run.step(3)
+    after = run.attachment.unit("layers.0").early.choice
+    assert run.counts() == (1, 0), run.attachment.report()
+    assert len(after.every) > len(before.every)
+    run.end()
+
+
+def refused(rank: int, world: int) -> str:
+    """What attach says of early parts and slots that receive."""
+    model = shard(Branches())
+    try:
+        tide.attach(model, early_reduce=True, options=PlanOptions(slot_reuse=True))
+    except InputError as error:
+        tide.attach(model, early_reduce=True)  # the model is as it was
+        tide.detach(model)
+        return str(error)
+    return "not refused"
+
+
 def other_factors(rank: int, world: int) -> None:
     """FSDP2 turns out to divide in another way than the early part was reduced with."""
     run = Run(rank)
@@ -313,7 +350,17 @@ def one_rank_alone(rank: int, world: int) -> str:
     return f"no error: {sum(local(p.grad).sum() for p in run.side.model.parameters() if p.grad is not None)}"
 
 
-SCENARIOS = (changed, passes, accumulated, other_parameters, another_order, broken_off, bound_anew, other_factors)
+SCENARIOS = (
+    changed,
+    passes,
+    accumulated,
+    other_parameters,
+    another_order,
+    broken_off,
+    bound_anew,
+    other_trainables,
+    other_factors,
+)
 
 
 def scenarios(rank: int, world: int) -> None:

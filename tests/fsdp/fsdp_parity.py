@@ -189,7 +189,7 @@ def check_bounds(case: Case, sides: tuple[Side, Side], reductions: dict[int, Any
             ("stock", param.sharded_param.grad, loose),
             ("tide", theirs[name].grad, tight),
         ):
-            over = (local(grad).double() - exact).abs() - bound
+            over = (local(grad).to(exact.device).double() - exact).abs() - bound
             if over.numel() and over.max() > 0:
                 raise Mismatch(f"step {step}, {name}: {side} is {over.max().item():.3g} beyond the bound")
 

@@ -38,23 +38,10 @@ def test_parity_with_early_parts(world: int, part: int) -> None:
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
-#: Units that are whole in their slot, reduced twice a step, share it in turn, or are laid aside.
-THROUGH_SLOTS = (
-    "float32",
-    "bf16, reduced in float32",
-    "reshard off",
-    "accumulate with sync",
-    "explicit prefetch",
-    "dim 1 and 2",
-    "checkpoint over three blocks",
-    "blocks used twice",
-)
-
-
-def test_parity_with_early_parts_and_slots_that_receive() -> None:
-    """The early part goes through the spare areas, as its unit still holds the slot; the rest through the slot."""
-    failures = run_ranks(run_cases, 2, THROUGH_SLOTS, 0, 1, True, True, timeout=240, env={"TIDE_TIMEOUT": "20"})[0]
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+def test_slots_that_receive_have_no_early_parts() -> None:
+    for said in run_ranks(jobs.refused, 2):
+        assert "early_reduce=True and PlanOptions(slot_reuse=True)" in said
+        assert "leave one of the two out" in said
 
 
 @pytest.mark.skipif(torch_version() < (2, 13), reason="reset_iter_state came with torch 2.13")

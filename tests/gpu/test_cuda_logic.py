@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import time
 import weakref
@@ -19,21 +20,27 @@ from cuda_support import Cluster, FakeDriver, Machine, cluster
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import ROUTES, PlanOptions
+from tide.compiler.place import align
 from tide.compiler.shard import shard
 from tide.compiler.steps import Buffer, Copy, Lane, Place, Program, Region, Signal, Stream, Transfer, Wait
 from tide.errors import InputError, PeerError, PlanError
-from tide.report.memory import scratch_nbytes
+from tide.kernels import accumulate as sums
+from tide.kernels import switch_reduce as switched
+from tide.kernels.segments import PROGRAM_WORDS
+from tide.report.memory import _MOST_DESCRIBED, _PROGRAMS, scratch_nbytes
 from tide.session import Session
 from tide.topology import Topology
 from tide.torch_types import to_torch
 from tide.transport.base import Binding
-from tide.transport.cuda import CudaTicket, Settings
+from tide.transport.cuda import CudaTicket, CudaTransport, Settings
+from tide.transport.cuda import transport as transport_module
 from tide.transport.cuda.bases import Bases
 from tide.transport.cuda.copies import LONG_RUN, CopyArrays
 from tide.transport.cuda.launcher import parameters_of, plain_launch
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import MOST, Staging
+from tide.transport.cuda.transport import arena_bytes
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
 
 P = Parameter
@@ -607,10 +614,82 @@ def test_tables_take_no_more_memory_than_is_stated(route: str) -> None:
             machine.finish()
             check_reduced(made, unit.name, 2, outs)
         for session in made.sessions:
-            lowered = session.transport._lowered.values()  # type: ignore[attr-defined]
-            taken = sum(launches.memory.nbytes for made_ in lowered for launches in made_.sets.values())
-            taken += session.transport._values.nbytes  # type: ignore[attr-defined]
-            assert taken <= scratch_nbytes(compiled, session.rank) <= 8 * taken
+            taken = tables_of(session)
+            assert taken <= scratch_nbytes(compiled, session.rank) <= 12 * taken
+
+
+def tables_of(session: Session) -> int:
+    """Bytes that a transport takes beside the arena's layout, as torch's allocator counts them."""
+    transport = session.transport
+    assert isinstance(transport, CudaTransport)
+    sets = [launches for lowered in transport._lowered.values() for launches in lowered.sets.values()]
+    beside = arena_bytes(transport.compiled)[0] - transport.compiled.arena.size
+    return beside + sum(align(launches.memory.nbytes, 512) for launches in sets)
+
+
+def test_tables_of_odd_parameters_and_of_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of several segments each; reductions through the slot and beside it."""
+    rows = tuple(P(f"odd.{index}", (2, 8209 + index), 0, "float32", "bfloat16", "bfloat16") for index in range(400))
+    monkeypatch.setitem(UNITS, "odd", rows)
+    compiled = compiled_for(Topology(1, 2), ["odd"], PlanOptions(slot_reuse=True, bundle_bytes=0))
+    machine = Machine(0)
+    with cluster(compiled, machine, settings=Settings()) as made:
+        gather(made, "odd", 1)
+        held = scatter(made, "odd", 2)
+        machine.finish()
+        for session in made.sessions:
+            session.release("odd")
+        outs = scatter(made, "odd", 3)
+        machine.finish()
+        check_reduced(made, "odd", 2, held)
+        check_reduced(made, "odd", 3, outs)
+        for session in made.sessions:
+            transport = session.transport
+            assert isinstance(transport, CudaTransport)
+            assert len(transport._lowered) == 3
+            launches = [
+                launch
+                for lowered in transport._lowered.values()
+                for found in lowered.sets.values()
+                for step in found.launches
+                for launch in step
+            ]
+            blocks = sum(len(launch.job.blocks) for launch in launches)
+            records = sum(
+                (launch.length - launch.programs * PROGRAM_WORDS) // launch.job.division.segment_words
+                for launch in launches
+            )
+            assert records > 1.5 * blocks
+            taken = tables_of(session)
+            assert taken <= scratch_nbytes(compiled, session.rank) <= 4 * taken
+
+
+@pytest.mark.parametrize("pieces", [1, sums.BULK_PIECES, sums.BULK_PIECES + 1, 16])
+def test_launches_that_make_descriptors(pieces: int) -> None:
+    """The report counts scratch memory for those of few operands only."""
+    tuning = sums.default_tuning(pieces, Settings().accumulate_ctas)
+    assert tuning.bulk == (pieces + 1 < _MOST_DESCRIBED)
+    assert tuning.ctas == Settings().place_ctas == switched.DEFAULT.ctas == _PROGRAMS
+
+
+def test_an_arena_outlives_a_transport_that_nobody_closed() -> None:
+    """Peers may still write to it: an address that is mapped no more would end their processes."""
+    compiled = compiled_for(Topology(1, 2), ["block0"])
+    with cluster(compiled, Machine(0)) as made:
+        closed = made.sessions.pop()
+        owners = []
+        for transport in (closed.transport, made.sessions.pop().transport):
+            assert isinstance(transport, CudaTransport)
+            transport.arena.owner = owner = torch.zeros(1)
+            owners.append(weakref.ref(owner))
+            transport.watchdog.stop()  # it has lost the device, say
+        closed.close()
+        del closed, transport, owner
+        gc.collect()
+        assert owners[0]() is None
+        assert owners[1]() is not None
+        (arena,) = [arena for arena in transport_module._OPEN if arena.owner is owners[1]()]
+        transport_module._OPEN.discard(arena)
 
 
 def test_programs_that_are_given_up_stay_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from test_cuda_logic import (
     compiled_for,
     delay,
     gather,
+    gather_without_waiting,
     scatter,
 )
 
@@ -26,7 +27,7 @@ from tide.compiler.model import Parameter
 from tide.compiler.options import PlanOptions
 from tide.compiler.steps import Place
 from tide.topology import Topology
-from tide.transport.cuda import Settings
+from tide.transport.cuda import CudaTransport, Settings
 
 REUSE = PlanOptions(**{**TIGHT.to_dict(), "slot_reuse": True})  # type: ignore[arg-type]
 
@@ -140,3 +141,33 @@ def test_small_gradients_travel_packed(topology: Topology, reuse: bool, monkeypa
         machine.finish()
         for turn, outs in reduced:
             check_reduced(made, "packed", turn, outs)
+
+
+def test_the_clock_waits_for_what_is_before_it_in_the_slot() -> None:
+    """A gather behind a reduction whose caller has not come so far could not start: it is nobody's fault."""
+    compiled = plan(Topology(1, 2), SHARING, 1)
+    machine = Machine(3)
+    reached: list[bool] = []
+    with cluster(compiled, machine, poison=False) as made:
+        gather(made, "block0", 5)
+        for session in made.sessions:
+            session.release("block0")
+        machine.finish()
+        for session in made.sessions:  # the backward pass is not there yet
+            machine.put(session.rank, machine.current, lambda: bool(reached))
+        outs = scatter(made, "block0", 7)
+        machine.current = -1  # FSDP2 gathers on a stream of its own
+        tickets = gather_without_waiting(made, "block1", 50)
+        machine.go(5000)
+        for session, ticket in zip(made.sessions, tickets, strict=True):
+            transport = session.transport
+            assert isinstance(transport, CudaTransport)
+            assert transport.driver.done(ticket.entry)
+            assert not transport.could_start(ticket)
+        reached.append(True)
+        machine.finish()
+        machine.current = 0
+        check_reduced(made, "block0", 7, outs)
+        check_gathered(made, "block1", 50)
+        for session, ticket in zip(made.sessions, tickets, strict=True):
+            assert ticket.finished or session.transport.could_start(ticket)  # type: ignore[attr-defined]

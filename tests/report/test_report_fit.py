@@ -71,6 +71,9 @@ def test_every_limit_is_kept_and_the_smallest_is_named(spec: ModelSpec) -> None:
         assert made.report().to_dict()["remarks"] == list(made.remarks)
 
 
+_AHEAD = {1: "1 module is", 2: "2 modules are", 3: "3 modules are"}
+
+
 def test_the_cheapest_that_fits_is_taken(spec: ModelSpec) -> None:
     """A little less is had from one slot of three, or from the receive area: no gather has to be exposed for it."""
     start = plan(spec, slots=3)
@@ -78,8 +81,10 @@ def test_the_cheapest_that_fits_is_taken(spec: ModelSpec) -> None:
     assert made.options.slots in (2, 3)
     one = plan(spec, need(plan(spec, slots=1, receive_depth=1, chunk_bytes=1 << 20)), slots=3)
     assert one.options.slots == 1
-    assert one.remarks[0] == "slots: 3 → 1, nothing is gathered ahead"
+    assert one.remarks[0] == "slots: 3 → 1, nothing is gathered ahead, not 2"
     assert "predicted to hide" in one.remarks[-1]
+    two = plan(spec, need(plan(spec, slots=2)), slots=5)
+    assert two.remarks[0] == f"slots: 5 → {two.options.slots}, {_AHEAD[two.options.prefetch]} gathered ahead, not 4"
 
 
 def test_slots_of_its_own_are_shared_before_anything_else(spec: ModelSpec) -> None:

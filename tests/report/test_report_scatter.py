@@ -33,7 +33,6 @@ def test_one_run_each_for_dim_0() -> None:
     assert {(d.runs, d.source_pitch, d.destination_pitch, d.shard_offset) for d in found} == {(1, 0, 0, 0)}
     assert found[0] == Descriptor("block", "block.w", 0, 2, 0, 0, 0, 1, 18, 0, 0, "bfloat16", "float32")
     assert found[3].nbytes == 6
-    assert found[3].source_nbytes == 12
 
 
 def test_pitched_runs_for_dim_1_with_a_cast() -> None:

@@ -95,11 +95,6 @@ class Descriptor:
         """Bytes in storage."""
         return self.runs * self.run_bytes
 
-    @property
-    def source_nbytes(self) -> int:
-        """Bytes in the shard."""
-        return self.nbytes // itemsize(self.dtype) * itemsize(self.shard_dtype)
-
 
 _FIELDS = tuple(field.name for field in fields(Descriptor))
 

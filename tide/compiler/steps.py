@@ -142,7 +142,6 @@ class Put:
     peer: int
     transfers: tuple[Transfer, ...]
     lane: Lane
-    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tide.compiler.compile import Compiled, compile_spec
-from tide.compiler.model import ModelSpec
+from tide.compiler.model import ModelSpec, Parameter
 from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
-from tide.errors import AttachError
+from tide.errors import AttachError, InputError
 from tide.fsdp import early, introspect, seam, versions
 from tide.fsdp.configuration import fingerprint, slots_for, why_not
 from tide.fsdp.unit import AttachedUnit
@@ -77,6 +77,7 @@ def attach(
         must run the same graph: where a rank alone has other gradients than before, or changes one after it has
         been accumulated, the step ends with a PeerError that names the unit. Where all ranks do, the unit is reduced
         in one from then on, as without this; edits through ``.data`` of a gradient are not noticed.
+        Not with ``PlanOptions(slot_reuse=True)``.
     slots : int, optional
         Modules that may be whole one after the other, see :class:`tide.PlanOptions`; by default what the model's
         prefetching fills, two at least.
@@ -92,6 +93,8 @@ def attach(
     AttachError
         If nothing of the model is sharded, it is attached already, a step is under way, or, with ``strict``, a
         group has to run stock.
+    InputError
+        If options contradict each other.
     CapabilityError
         If this torch or this machine lacks what is needed. The model is as it was then.
     PeerError
@@ -105,6 +108,12 @@ def attach(
     if slots is not None:
         options = replace(options, slots=slots)
     options = with_prefetch(options, prefetch)
+    if early_reduce and options.slot_reuse:
+        raise InputError(
+            "early_reduce=True and PlanOptions(slot_reuse=True): a unit's early part cannot use its slot, which is in "
+            "use until its backward pass has ended, and would go through the small spare areas piece by piece, which "
+            "takes longer than it saves; leave one of the two out"
+        )
     versions.check()
     versions.check_copy_in()
     for wrapped in introspect.wrapped_modules(model):
@@ -175,7 +184,7 @@ class Attachment:
         self._said: set[str] = set()
         self.bindings = 0
         #: What units reduced early before the last binding.
-        self.early_parts: dict[str, tuple[early.Choice, early.Terms]] = {}
+        self.early_parts: dict[str, tuple[tuple[Parameter, ...], early.Choice, early.Terms]] = {}
         #: Forward passes of a root that have begun, and steps of any optimizer: what was gathered before one of
         #: them is not taken for what would be gathered after it.
         self.steps = 0

@@ -14,8 +14,6 @@ and the unit has no early part any more.
 
 A rank that alone comes to that waits for the others, which wait for its part of the rest: deadlines end the step
 and name the unit. Nothing short of a message in every step could tell earlier that ranks run different graphs.
-
-Where a plan reuses slots, the early part goes through the arena's spare areas, as its unit still holds the slot.
 """
 
 from __future__ import annotations
@@ -199,8 +197,9 @@ class EarlyReduction:
         elif introspect.is_compiled(unit.group):
             self._stop("its module is compiled as one, whose gradients come all at once")
         elif (known := unit.attachment.early_parts.pop(unit.name, None)) is not None:
-            self._learning = False
-            self.choice, self._terms = known
+            parameters, choice, terms = known
+            if parameters == unit.spec.parameters:  # else learned anew, on every rank
+                self._learning, self.choice, self._terms = False, choice, terms
 
     @property
     def remark(self) -> str:
@@ -210,9 +209,9 @@ class EarlyReduction:
         return f"; no early part, since {self.reason}"
 
     def close(self) -> None:
-        """Takes the hooks away; what was settled stays, for the unit that takes this one's place."""
+        """Takes the hooks away; what was settled stays for the unit that takes this one's place, if it is alike."""
         if self.choice is not None and self._terms is not None:
-            self.unit.attachment.early_parts[self.unit.name] = self.choice, self._terms
+            self.unit.attachment.early_parts[self.unit.name] = self.unit.spec.parameters, self.choice, self._terms
         self._stop("detached")
         with suppress(PeerError):
             self._drop()

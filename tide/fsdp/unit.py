@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tide.compiler.dtypes import itemsize
+from tide.compiler.model import Unit
 from tide.compiler.shard import padded_numel, shard
 from tide.errors import AttachError, SlotError
 from tide.fsdp import introspect, versions
@@ -113,6 +114,11 @@ class AttachedUnit:
         assert self._session is not None, "the unit is not bound"
         return self._session
 
+    @property
+    def spec(self) -> Unit:
+        """The plan's unit: its parameters, their types and which of them are trained."""
+        return self.session.compiled.spec.unit(self.name)
+
     def check_movable(self) -> None:
         """Refuses, where the whole parameters cannot be laid elsewhere at the moment."""
         for storage in self._storages:
@@ -195,8 +201,7 @@ class AttachedUnit:
 
     def like(self, other: AttachedUnit) -> bool:
         """Whether both take turns in the same kind of slot."""
-        mine, theirs = (unit.session.compiled.spec.unit(unit.name) for unit in (self, other))
-        return not mine.stays_whole and (mine.mesh, mine.depth) == (theirs.mesh, theirs.depth)
+        return not self.spec.stays_whole and self.spec.mesh == other.spec.mesh
 
     @property
     def pending(self) -> bool:
@@ -347,10 +352,9 @@ class AttachedUnit:
     @property
     def gradient_bytes(self) -> list[int]:
         """Bytes of a rank's shard of each parameter's gradient, as it is sent; 0 for a frozen one."""
-        parameters = self.session.compiled.spec.unit(self.name).parameters
         return [
             reserved * itemsize(parameter.grad_dtype) if parameter.grad_dtype is not None else 0
-            for reserved, parameter in zip(self._reserved, parameters, strict=True)
+            for reserved, parameter in zip(self._reserved, self.spec.parameters, strict=True)
         ]
 
     def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor]) -> Any:

@@ -105,7 +105,7 @@ def _legend(compiled: Compiled, found: list[Area]) -> list[tuple[str, str]]:
         together.setdefault(area.color, []).extend(slot.units)
     order = {unit.name: number for number, unit in enumerate(compiled.spec.units)}
     for color, units in together.items():
-        slots = [area for area in found if area.color == color]
+        slots = [area for area in found[: len(compiled.arena.slots)] if area.color == color]
         each = f"{len(slots)} slots" if len(slots) > 1 else "1 slot"
         entries[color] = f"{each}: {label(sorted(units, key=order.__getitem__))}"
     for area in found[len(compiled.arena.slots) :]:

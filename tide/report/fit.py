@@ -154,18 +154,21 @@ def _named(before: PlanOptions, after: PlanOptions) -> str:
     return ", ".join(f"{name}={now[name]}" for name in now if now[name] != then[name]) or "its options as they are"
 
 
+def _ahead(options: PlanOptions) -> str:
+    count = options.prefetch or 0
+    return "nothing is" if count == 0 else "1 module is" if count == 1 else f"{count} modules are"
+
+
 def _remarks(start: _Candidate, best: _Candidate, limit: int) -> tuple[str, ...]:
     before, after = start.options, best.options
     why = {
-        "slots": "one module fewer is gathered ahead"
-        if after.slots and after.slots > 1
-        else "nothing is gathered ahead",
+        "slots": f"{_ahead(after)} gathered ahead, not {before.prefetch}",
         "slot_reuse": "the reduce-scatter receives into the unit's own slot",
         "chunk_bytes": "gradients travel in smaller pieces",
         "receive_depth": "one piece at a time is received",
     }
     if before.slots is None and after.slots is not None:
-        why["slots"] = f"units share slots, and {after.slots - 1} modules are gathered ahead"
+        why["slots"] = f"units share slots, and {_ahead(after)} gathered ahead"
     then, now = before.to_dict(), after.to_dict()
     remarks = [f"{name}: {then[name]} → {now[name]}, {why[name]}" for name in why if now.get(name) != then.get(name)]
     slower = best.seconds - start.seconds

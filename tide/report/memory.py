@@ -20,11 +20,13 @@ peaks is an upper bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.options import PlanOptions
-from tide.compiler.steps import Accumulate, Place, SwitchReduce
+from tide.compiler.place import AREA_ALIGNMENT, align
+from tide.compiler.steps import Accumulate, Place, Step, SwitchReduce
 from tide.report import peak
 from tide.report.peak import Ledger, StockStep, TideStep, shard_nbytes, unsharded_nbytes
 
@@ -45,7 +47,7 @@ _NOTES = {
     peak.COPIES: "parameters not sharded along dim 0",
     peak.INPUT: "padded, of the reduction's type",
     peak.WINDOWS: "of FSDP2, never given back",
-    "receive area": "gradient pieces, chunked; with Slot-Reuse for those whose slot is held or too small",
+    "receive area": "gradient pieces; Slot-Reuse: where no slot is free",
     "partial and wire areas": "sums between nodes",
     "packed gradients": "small ones, on their way to the owners",
     "spread area": "float32 sums that the switch sums",
@@ -56,9 +58,12 @@ _NOTES = {
 }
 
 # Of the CUDA transport; reports need neither torch nor a device. tests/gpu holds them against each other.
-_PROGRAMS = 64  # CTAs of a launch at most
-_PROGRAM_BYTES, _SEGMENT_BYTES, _OPERAND_BYTES = 72, 48, 16
+_PROGRAMS = 32  # CTAs of a launch at most, by the default settings
+_PROGRAM_BYTES, _SEGMENT_BYTES, _OPERAND_BYTES, _DESCRIPTOR_BYTES = 72, 48, 16, 128
+_MOST_DESCRIBED = 6  # operands of a launch that makes descriptors, at most
+_LARGEST_SEGMENT = 1 << 30  # elements
 _COUNTERS = 4 << 14  # words of the table of counter values
+_GRANULE = 512  # of torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,30 +198,56 @@ def _planned(compiled: Compiled, rank: int, ledger: Ledger) -> tuple[dict[str, i
 
 
 def scratch_nbytes(compiled: Compiled, rank: int) -> int:
-    """Bytes of the tables that kernels read their addresses from, at most, and of the table of counter values.
+    """Bytes of what the CUDA transport keeps beside the arena's layout, at most.
 
-    Each unit has tables of its own: a record for each program of a launch, and one for each segment.
+    Counter values and the peers' abort words, and for each stream of a program the tables that its kernels read their
+    addresses from, with scratch memory for descriptors. Each unit has tables of its own. Where slots are reused, both
+    forms of a reduce-scatter are counted: through the slot, and beside it. Reductions of some of a unit's gradients,
+    and of gradients of other types than planned, take tables of their own, which are not counted.
     """
-    total = _COUNTERS
+    total = _COUNTERS + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
     sizes: dict[int, int] = {}
     for unit in compiled.spec.units:
         if unit.mesh.locate(rank) is None:
             continue
-        for collective in ("all_gather", "reduce_scatter"):
-            if collective == "reduce_scatter" and not any(p.trainable for p in unit.parameters):
-                continue
-            program = compiled.program(unit.name, collective, rank)
+        programs = [compiled.program(unit.name, "all_gather", rank)]
+        if any(p.trainable for p in unit.parameters):
+            forms = (True, False) if compiled.options.slot_reuse else (True,)
+            programs += [compiled.program(unit.name, "reduce_scatter", rank, in_slot=form) for form in forms]
+        for program in {id(program): program for program in programs}.values():
             if id(program) not in sizes:
-                sizes[id(program)] = sum(_table_nbytes(step) for _, _, step in program.steps())
+                sizes[id(program)] = sum(_stream_nbytes(stream.steps) for stream in program.streams)
             total += sizes[id(program)]
     return total
 
 
-def _table_nbytes(step: object) -> int:
-    if isinstance(step, Place):
-        operands = [2] * len(step.casts)
-    elif isinstance(step, Accumulate | SwitchReduce):
-        operands = [1 + len(total.srcs) + (total.base is not None) for total in step.sums]
-    else:
-        return 0
-    return _PROGRAMS * _PROGRAM_BYTES + sum(_SEGMENT_BYTES + _OPERAND_BYTES * count for count in operands)
+def _stream_nbytes(steps: Sequence[Step]) -> int:
+    """Of the launches of one stream: tables, one behind the other, and scratch memory, which they share."""
+    tables, described = 0, set[int]()
+    for step in steps:
+        blocks: dict[tuple[int, str, str, bool], list[int]] = {}  # segments of those of each launch
+        if isinstance(step, Place):
+            for cast in step.casts:
+                form = 2, cast.src_dtype, cast.dst_dtype, False
+                blocks.setdefault(form, []).append(_segments(cast.runs, cast.count))
+        elif isinstance(step, Accumulate | SwitchReduce):
+            for total in step.sums:
+                operands = 1 + len(total.srcs) + (total.base is not None)
+                form = operands, total.src_dtype, total.dst_dtype, total.base is not None
+                blocks.setdefault(form, []).append(_segments(total.runs, total.count))
+        for (operands, *_), counts in blocks.items():
+            tables += _PROGRAMS * _PROGRAM_BYTES + sum(counts) * (_SEGMENT_BYTES + _OPERAND_BYTES * operands)
+            tables += -tables % 16
+            if operands <= _MOST_DESCRIBED:
+                described.add(operands)
+    scratch = sum(align(_PROGRAMS * _DESCRIPTOR_BYTES * operands, _GRANULE) for operands in described)
+    return align(tables, _GRANULE) + scratch
+
+
+def _segments(runs: int, count: int) -> int:
+    """Segments that a block is divided into at most.
+
+    Whole tiles, what is left of a tile, and single elements before and after them, as alignment wants it; larger
+    blocks are cut, each of those into less than twice as many pieces as fill them, and one.
+    """
+    return 4 + 2 * (8 * runs * count // _LARGEST_SEGMENT)

@@ -35,7 +35,7 @@ logger = logging.getLogger("tide")
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Arena:
     """Memory of this rank and where it sees that of the others.
 

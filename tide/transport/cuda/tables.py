@@ -240,7 +240,8 @@ class LaunchSet:
     def _bind(self, variant: Variant, launch: Launch, scalars: tuple[float, ...]) -> Callable[[int], None]:
         compiled = prepare(variant, self.device)
         address, driver = self.memory.data_ptr() + 8 * launch.offset, self.driver
-        scratch = self._scratch_of(scratch_size(compiled, launch.programs))
+        # As much as any launch of the variant needs, so that memory is taken once for it, whatever comes first.
+        scratch = self._scratch_of(scratch_size(compiled, launch.job.division.programs))
         with torch.cuda.device(self.device):
             runner = with_scratch(compiled[(launch.programs, 1, 1)], scratch)  # loads the kernel
         place = 0 if scratch is None else scratch.data_ptr()

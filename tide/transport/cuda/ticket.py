@@ -83,7 +83,9 @@ class CudaTicket(Ticket):
     wait, too.
     """
 
-    def __init__(self, transport: CudaTransport, number: int, binding: Binding, lowered: Lowered) -> None:
+    def __init__(
+        self, transport: CudaTransport, number: int, binding: Binding, lowered: Lowered, behind: list[CudaTicket]
+    ) -> None:
         self.transport, self.number = transport, number
         self.unit, self.collective = binding.unit, lowered.program.collective
         self.awaited: Sequence[Awaited] = lowered.awaited
@@ -94,6 +96,8 @@ class CudaTicket(Ticket):
         self.base = [consumed[index] for index in lowered.indices]
         self.entry = 0
         self.gate = lowered.vacated
+        #: Collectives of the slot whose ends this one begins after.
+        self.behind: list[CudaTicket] = behind
         self.ends: list[int] = []
         self.released: list[int] = []
         self.midway: list[int] = []  # those of the released events that are no ends

@@ -48,6 +48,10 @@ NO_PEER_WRITES = 13010
 #: Program streams that give and take the same signals as another one have to share its CUDA stream.
 SAME_STREAM = {"claim": "ag.node"}
 
+#: Arenas of all transports that are not closed. One that is dropped without close, as with a model after
+#: an exception, leaks its arena: peers may still write there, and an unmapped address would end their processes.
+_OPEN: set[Arena] = set()
+
 
 def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: bool = False) -> Request:
     """What the arena has to offer for a plan.
@@ -186,6 +190,7 @@ class CudaTransport(Transport):
         self._closed = False
         self.watchdog = Watchdog(self, timeout)
         self.watchdog.start()
+        _OPEN.add(arena)
 
     @classmethod
     def open(
@@ -308,11 +313,12 @@ class CudaTransport(Transport):
                 self._reap(program.collective)
             lowered.prepare(binding)
             lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
-            lowered.unawaited = self._unawaited(binding.slot) if program.uses_slot else []
+            behind = self._unawaited(binding.slot) if program.uses_slot else []
+            lowered.unawaited = self._ends(behind)
             lowered.record, lowered.released = self._record, []
             self._numbers += 1
             lowered.last = self._numbers
-            ticket = CudaTicket(self, self._numbers, binding, lowered)
+            ticket = CudaTicket(self, self._numbers, binding, lowered, behind)
             lowered.marks = ticket.marks
             self.driver.range_push(lowered.name)
             try:
@@ -347,18 +353,23 @@ class CudaTransport(Transport):
                 (self._reductions if reduces else self._gathers)[binding.slot] = ticket
             return ticket
 
-    def _unawaited(self, slot: int) -> list[int]:
-        """Ends of the slot's last collectives.
+    def _unawaited(self, slot: int) -> list[CudaTicket]:
+        """The slot's last collectives, whose ends the next one begins after.
 
         An all-gather's streams write the slot, and push from it to peers; it counts unless the caller has waited for
         it before vacating the slot. A reduce-scatter in the slot always counts: callers wait for its end on another
         stream, and after they have vacated the slot. All that peers write into the slot for it, it has read.
         """
-        tickets = [self._gathers.get(slot), self._reductions.get(slot)]
-        if tickets[0] is not None and tickets[0].awaited_for:
-            tickets[0] = None
+        gather, reduction = self._gathers.get(slot), self._reductions.get(slot)
+        if gather is not None and gather.awaited_for:
+            gather = None
         with self._books:
-            return [event for ticket in tickets if ticket is not None for event in ticket.ends]
+            return [ticket for ticket in (gather, reduction) if ticket is not None and not ticket.finished]
+
+    def _ends(self, tickets: Sequence[CudaTicket]) -> list[int]:
+        """Their events; none of those that have ended and been let go."""
+        with self._books:
+            return [event for ticket in tickets for event in ticket.ends]
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
         lowered = lower(program, binding, self._programs(program, binding), self._device)
@@ -426,7 +437,7 @@ class CudaTransport(Transport):
             program = self.compiled.program(unit, "all_gather", self.rank)
             group, _ = self.compiled.group(unit, self.rank)
             stream, driver, own = self.stream("poison"), self.driver, self.arena.addresses[self.rank]
-            for event in (self._vacated[slot], *self._unawaited(slot)):
+            for event in (self._vacated[slot], *self._ends(self._unawaited(slot))):
                 driver.check(driver.stream_wait_event(stream, event, 0), "event wait")
             for _, _, step in program.steps():
                 if isinstance(step, Wait) and step.lane is Lane.DONE:
@@ -461,11 +472,17 @@ class CudaTransport(Transport):
             return ticket.finished or all(self.driver.done(event) for event in ticket.ends)
 
     def could_start(self, ticket: CudaTicket) -> bool:
-        """Whether all that the caller asked a collective to wait for has happened."""
+        """Whether all that a collective has to wait for on this rank has happened.
+
+        Those before it in its slot have clocks of their own, which say what they wait for.
+        """
         with self._books:
             if ticket.finished:
                 return False
-            return self.driver.done(ticket.entry) and (not ticket.gate or self.driver.done(ticket.gate))
+            gates = (ticket.entry, *((ticket.gate,) if ticket.gate else ()))
+            if not all(self.driver.done(event) for event in gates):
+                return False
+            return all(self.driver.done(event) for before in ticket.behind for event in before.ends)
 
     def outstanding(self) -> list[CudaTicket]:
         """Collectives that have not ended, oldest first."""
@@ -492,6 +509,7 @@ class CudaTransport(Transport):
                 self._pool += [ticket.entry, *ticket.ends, *ticket.marks, *ticket.midway]
                 ticket.ends, ticket.released, ticket.marks, ticket.midway = [], [], [], []
                 ticket.entry = ticket.gate = 0
+                ticket.behind = []
 
     # Failing and closing -----------------------------------------------------------------------
 
@@ -539,6 +557,7 @@ class CudaTransport(Transport):
             self._own.clear()
             self.arena.close()
             self.arena.owner = None  # the memory goes with the last tensor over it
+            _OPEN.discard(self.arena)
             self.driver.close()
 
     def __enter__(self) -> CudaTransport:

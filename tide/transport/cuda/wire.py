@@ -31,18 +31,24 @@ from tide.transport.cuda.window import WireNeeds
 from tide.transport.cuda.words import VALUES, Words
 
 #: Lanes that may cross nodes, and the context of each. Partial sums go to their owners or are spread over the owner's
-#: node, by the same stream of a unit's program: the two kinds of lanes share a context.
+#: node, by the same stream of a unit's program: the two kinds of lanes share a context. Their credits come from
+#: different streams.
 CONTEXTS = {
     Lane.FREE: 0,
     Lane.WIRE: 1,
     Lane.PARTIAL: 2,
     Lane.WIRE_CREDIT: 3,
     Lane.SPREAD: 2,
-    Lane.SPREAD_CREDIT: 3,
+    Lane.SPREAD_CREDIT: 4,
 }
 LANES = tuple(CONTEXTS)
-#: How many communicators the lanes may be spread over: one, one for each collective, one for each lane.
-COMMUNICATORS = (1, 2, 4)
+#: The communicator of each lane, by how many there are: one, one for each collective, one for each kind of signal.
+PLACES = {
+    1: dict.fromkeys(LANES, 0),
+    2: {lane: int(lane not in (Lane.FREE, Lane.WIRE)) for lane in LANES},
+    4: {**CONTEXTS, Lane.SPREAD_CREDIT: 3},
+}
+COMMUNICATORS = tuple(PLACES)
 #: Signal indices at most: NCCL keeps a counter for each of them, rank and context.
 MOST_SIGNALS = 1 << 14
 
@@ -244,7 +250,7 @@ class Wire:
         else:
             rest = [each for each in LANES if each >= SLOT_LANES]
             signal = len(self.layout.slots) * len(per_slot) + rest.index(lane)
-        return Channel(context * len(self.communicators) // (1 + max(CONTEXTS.values())), context, signal)
+        return Channel(PLACES[len(self.communicators)][lane], context, signal)
 
     def put(
         self, stream: int, peer: int, pieces: Sequence[tuple[int, int, int]], channel: Channel

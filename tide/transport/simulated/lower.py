@@ -228,7 +228,7 @@ class _Lowering:
             near.append(fetch)
             far.append(Deliver(fetch, tuple(self.target(peer, t.dst, t.runs, t.length) for t in group)))
         arrival = SignalItem(site, self.machine.counter(peer, self.call.slot, Lane(step.lane), me), 1)
-        return [Work(site, near, self.machine.channel(me, peer, step.context), far, arrival)]
+        return [Work(site, near, self.machine.channel(me, peer), far, arrival)]
 
     def multicast(self, site: Site, step: Multicast) -> list[Part]:
         peers = [self.near(peer) for peer in step.peers]

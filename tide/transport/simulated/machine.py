@@ -192,12 +192,11 @@ class Machine:
             self.actors[key] = Actor(rank, name, len(self.actors))
         return self.actors[key]
 
-    def channel(self, source: int, rank: int, context: int) -> Actor:
-        """Puts from ``source`` to ``rank`` in one context: they arrive in order, others in any order."""
-        key = ("put", source, rank, context)
+    def channel(self, source: int, rank: int) -> Actor:
+        """Puts from ``source`` to ``rank``: they arrive in order, others in any order."""
+        key = ("put", source, rank)
         if key not in self.actors:
-            name = f"put from rank {source}" + (f" context {context}" if context else "")
-            self.actors[key] = Actor(rank, name, len(self.actors), is_channel=True)
+            self.actors[key] = Actor(rank, f"put from rank {source}", len(self.actors), is_channel=True)
         return self.actors[key]
 
     def event(self, what: str, expected: int) -> Event:
