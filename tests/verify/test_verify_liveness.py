@@ -93,14 +93,14 @@ def test_units_of_one_size_take_as_few_slots_as_are_live(count: int, prefetch: i
 
 def test_intervals_of_nested_modules() -> None:
     units = [unit("o", depth=0), unit("i1", depth=1), unit("i2", depth=1), unit("a", depth=0)]
-    assert live_intervals(units, 0) == {
+    assert live_intervals(units, moments(units, 0)) == {
         "o": (Interval(0, 2), Interval(5, 7)),
         "i1": (Interval(1, 1), Interval(7, 7)),
         "i2": (Interval(2, 2), Interval(6, 6)),
         "a": (Interval(3, 3), Interval(4, 4)),
     }
     # one ahead: the next that begins, in the order of either pass
-    assert live_intervals(units, 1) == {
+    assert live_intervals(units, moments(units, 1)) == {
         "o": (Interval(0, 2), Interval(4, 7)),
         "i1": (Interval(0, 1), Interval(6, 7)),
         "i2": (Interval(1, 2), Interval(5, 6)),
@@ -110,7 +110,7 @@ def test_intervals_of_nested_modules() -> None:
 
 def test_a_unit_that_stays_whole_is_live_throughout() -> None:
     units = [unit("a"), unit("b", stays_whole=True)]
-    assert live_intervals(units, 1)["b"] == (Interval(0, 1), Interval(2, 3))
+    assert live_intervals(units, moments(units, 1))["b"] == (Interval(0, 1), Interval(2, 3))
     assert shared(compiled(*units, unit("c"), slots=1)) == [("a", "c"), ("b",)]
 
 

@@ -126,13 +126,12 @@ def moments(units: Sequence[Unit], prefetch: int) -> list[Moment]:
     return found
 
 
-def live_intervals(units: Sequence[Unit], prefetch: int) -> dict[str, tuple[Interval, Interval]]:
+def live_intervals(units: Sequence[Unit], step: Sequence[Moment]) -> dict[str, tuple[Interval, Interval]]:
     """When each unit is whole: an interval of the forward pass and one of the backward pass.
 
-    Moments are those of :func:`moments`, counted from the start of the step. A unit that stays whole is so at all
-    of them: it is not resharded between the passes, and in evaluation, which has no backward pass, not at all.
+    ``step`` is what :func:`moments` found; intervals count its moments from the start. A unit that stays whole is so
+    at all of them: it is not resharded between the passes, and in evaluation, which has no backward pass, not at all.
     """
-    step = moments(units, prefetch)
     half = len(step) // 2
     found: dict[str, tuple[Interval, Interval]] = {}
     spans: dict[tuple[str, bool], Interval] = {}

@@ -44,8 +44,8 @@ def assign_slots(spec: ModelSpec, sizes: Mapping[str, int], options: PlanOptions
     shared: list[tuple[str, ...]] = []
     if options.slots is not None:
         units = [unit for unit in spec.units if not unit.stays_whole]
-        apart = _apart(live_intervals(spec.units, options.slots - 1), spec.apart)
         step = moments(spec.units, options.slots - 1)
+        apart = _apart(live_intervals(spec.units, step), spec.apart)
         for alike in _by_mesh(units):
             found = _candidates(alike, sizes, _least(alike, sizes, step), apart)
             best = min(found, key=lambda slots: (_total(slots, sizes), len(slots)))

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tide.compiler.compile import Compiled, compile_spec
+from tide.compiler.model import Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.place import AREA_ALIGNMENT, align
 from tide.compiler.steps import Accumulate, Place, Step, SwitchReduce
@@ -152,16 +153,16 @@ def memory(compiled: Compiled, rank: int, reuse: Compiled | None = None) -> Memo
     reuse : Compiled, optional
         The same model's plan with Slot-Reuse.
     """
-    units = [unit for unit in compiled.spec.units if unit.mesh.locate(rank) is not None]
-    prefetch = 1 if compiled.options.slots is None else compiled.options.slots - 1
+    units, prefetch = _held(compiled, rank), _prefetch(compiled)
+    step = TideStep(units, rank, prefetch).run()
     columns = {
-        "tide": _planned(compiled, rank, TideStep(units, rank, prefetch).run()),
+        "tide": _planned(compiled, rank, step),
         "symmetric": _stepped(StockStep(units, rank, prefetch, windows=True).run()),
         "stock": _stepped(StockStep(units, rank, prefetch).run()),
     }
     if reuse is not None:
-        columns["reuse"] = _planned(reuse, rank, TideStep(units, rank, prefetch).run())
-    shards = sum(shard_nbytes(unit, p) for unit in units for p in unit.parameters)
+        columns["reuse"] = _planned(reuse, rank, step)
+    shards = _shards(units)
     for found, _ in columns.values():
         found["shards"] = shards
     rows = tuple(
@@ -173,10 +174,24 @@ def memory(compiled: Compiled, rank: int, reuse: Compiled | None = None) -> Memo
 
 def planned_nbytes(compiled: Compiled, rank: int) -> int:
     """Peak bytes of ``rank`` under TIDE, as :func:`memory` states them."""
-    units = [unit for unit in compiled.spec.units if unit.mesh.locate(rank) is not None]
-    prefetch = 1 if compiled.options.slots is None else compiled.options.slots - 1
-    found, _ = _planned(compiled, rank, TideStep(units, rank, prefetch).run())
-    return sum(found.values()) + sum(shard_nbytes(unit, p) for unit in units for p in unit.parameters)
+    units = _held(compiled, rank)
+    found, _ = _planned(compiled, rank, TideStep(units, rank, _prefetch(compiled)).run())
+    return sum(found.values()) + _shards(units)
+
+
+def _held(compiled: Compiled, rank: int) -> list[Unit]:
+    """Units that the rank holds shards of."""
+    return [unit for unit in compiled.spec.units if unit.mesh.locate(rank) is not None]
+
+
+def _prefetch(compiled: Compiled) -> int:
+    """Modules gathered ahead: FSDP2's one, where the plan leaves it open."""
+    prefetch = compiled.options.prefetch
+    return 1 if prefetch is None else prefetch
+
+
+def _shards(units: Sequence[Unit]) -> int:
+    return sum(shard_nbytes(unit, p) for unit in units for p in unit.parameters)
 
 
 def _stepped(ledger: Ledger) -> tuple[dict[str, int], str]:
@@ -207,9 +222,7 @@ def scratch_nbytes(compiled: Compiled, rank: int) -> int:
     """
     total = _COUNTERS + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
     sizes: dict[int, int] = {}
-    for unit in compiled.spec.units:
-        if unit.mesh.locate(rank) is None:
-            continue
+    for unit in _held(compiled, rank):
         programs = [compiled.program(unit.name, "all_gather", rank)]
         if any(p.trainable for p in unit.parameters):
             forms = (True, False) if compiled.options.slot_reuse else (True,)

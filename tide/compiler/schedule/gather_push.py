@@ -50,13 +50,15 @@ def push_program(context: UnitContext, position: int) -> Program:
     place: list[Step] = [Signal(peer, Lane.FREE) for peer in peers]
     place += [Signal(team.grid[step.source][local], Lane.FREE) for step in rail]
     push = multicast if by_multicast(context) else copies
+    # All waits for the peers before the first push: they are one call of the driver then, and so are its copies. An
+    # empty shard waits too: its peers' slots are written to nevertheless, where it passes puts on.
+    free: list[Step] = [Wait(peer, Lane.FREE) for peer in peers]
     main: list[Step] = []
-    for number, piece in enumerate(own_pieces(context, position)):
+    for piece in own_pieces(context, position):
         place += [Place(piece.casts), Signal(position, Lane.PLACED)]
-        main.append(Wait(position, Lane.PLACED))
-        main += push(peers, piece.transfers, number == 0)
-    if not main:  # an empty shard; its peers' slots are written to nevertheless, where it passes puts on
-        main += [Wait(peer, Lane.FREE) for peer in peers]
+        main += [Wait(position, Lane.PLACED), *free, *push(peers, piece.transfers)]
+        free = []
+    main += free
     wire: list[Step] = []
     if rail:
         place.append(Signal(position, Lane.SHARDED))
@@ -69,7 +71,7 @@ def push_program(context: UnitContext, position: int) -> Program:
         for batch in put_batches(context, step.received, local) or [()]:
             wire += [Wait(source, Lane.WIRE), Signal(position, Lane.ARRIVED)]
             main.append(Wait(position, Lane.ARRIVED))
-            main += push(peers, batch, False)
+            main += push(peers, batch)
     main += [Signal(peer, Lane.READY) for peer in peers]
     main += [Wait(peer, Lane.READY) for peer in peers]
     if casts := bundle_casts(context, position):
@@ -78,16 +80,11 @@ def push_program(context: UnitContext, position: int) -> Program:
     return Program("all_gather", position, tuple(stream for stream in streams if stream.steps))
 
 
-def copies(peers: Sequence[int], transfers: tuple[Transfer, ...], first: bool) -> list[Step]:
-    """Pushes to one peer after the other, the first of them once all have given leave.
-
-    All waits before all copies: then the waits are one call of the driver, and so are the copies.
-    """
-    waits: list[Step] = [Wait(peer, Lane.FREE) for peer in peers] if first else []
-    return waits + ([Copy(peer, False, transfers) for peer in peers] if transfers else [])
+def copies(peers: Sequence[int], transfers: tuple[Transfer, ...]) -> list[Step]:
+    """Pushes to one peer after the other."""
+    return [Copy(peer, False, transfers) for peer in peers] if transfers else []
 
 
-def multicast(peers: Sequence[int], transfers: tuple[Transfer, ...], first: bool) -> list[Step]:
-    """One write for all peers, the first of them once all have given leave."""
-    waits: list[Step] = [Wait(peer, Lane.FREE) for peer in peers] if first else []
-    return waits + ([Multicast(tuple(peers), transfers)] if transfers else [])
+def multicast(peers: Sequence[int], transfers: tuple[Transfer, ...]) -> list[Step]:
+    """One write for all peers."""
+    return [Multicast(tuple(peers), transfers)] if transfers else []
