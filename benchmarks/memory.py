@@ -19,29 +19,24 @@ import torch.distributed as dist
 from torch import nn
 
 import tide
-from baselines import detach_baseline, use_symmetric_memory, windows_used
+from baselines import windows_used
 from common import Results, parser, say, start, table
 from models import CASES, Case
 from step import sharded
 from tide.report import memory
 from tide.report.memory import Memory, with_slot_reuse
+from variants import parse, set_up, tear_down
 
 GIB = 1 << 30
-#: Columns of the statement.
+#: Columns of the statement, and what the variants are.
 COLUMN = {"stock": "stock", "symm": "symmetric", "tide": "tide", "tide-reuse": "reuse"}
+VARIANTS = {
+    "stock": parse("stock"),
+    "symm": parse("symm"),
+    "tide": parse("tide+prefetch=1"),
+    "tide-reuse": parse("tide+prefetch=1+slot_reuse"),
+}
 WARMUP = 3
-
-
-def attach(model: nn.Module, variant: str) -> int:
-    """Attaches a variant; returns the bytes of TIDE's arena, which are not in torch's allocator."""
-    if variant == "symm":
-        use_symmetric_memory(model)
-    if not variant.startswith("tide"):
-        return 0
-    options = tide.PlanOptions(slot_reuse=variant == "tide-reuse")
-    compiled = tide.attach(model, strict=True, options=options, prefetch=1).compiled
-    assert compiled is not None
-    return compiled.arena.size
 
 
 def state(model: nn.Module) -> Memory:
@@ -66,7 +61,8 @@ def run(case: Case, variant: str, tokens: int, steps: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     model = sharded(case, dist.get_world_size())
     stated = state(model)
-    arena = attach(model, variant)
+    nbytes, attachment = set_up(model, VARIANTS[variant], reuse_forward=False)
+    arena = nbytes if attachment is not None else 0  # windows are counted as they are handed out
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(1, tokens, case.dim, device="cuda", dtype=torch.bfloat16)
     held: list[tuple[int, int]] = []
@@ -97,9 +93,7 @@ def run(case: Case, variant: str, tokens: int, steps: int) -> dict[str, Any]:
         "peak": stated.peaks[COLUMN[variant]],
         "rows": {r.name: n for r in stated.rows if (n := getattr(r, COLUMN[variant]))},
     }
-    if variant.startswith("tide"):
-        tide.detach(model)
-    detach_baseline(model)
+    tear_down(model, VARIANTS[variant])
     del model, optimizer, x
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, row)

@@ -29,12 +29,12 @@ from tide.transport.cuda import CudaTransport, Settings
 
 NAMES = ("stock", "free", "symm", "tide")
 SHORT = {"tide-regather": "tide+reuse_forward=0", "tide-early": "tide+early_reduce"}
-#: Arguments of ``tide.attach`` that a text may set; the others are the benchmark's.
-ARGUMENTS = tuple(
-    name
-    for name in inspect.signature(tide.attach).parameters
+#: Arguments of ``tide.attach`` that a text may set, with their defaults; the others are the benchmark's.
+ARGUMENTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(tide.attach).parameters.items()
     if name not in ("model", "transport", "topology", "options", "strict", "slots")
-)
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def parse(text: str) -> Variant:
                 f"variant {text!r}: no option {key!r}; there are {', '.join((*sorted(known), *ARGUMENTS))}"
             )
         (options if key in known else arguments)[key] = _value(value) if given else True
-    for key in ARGUMENTS:
-        if isinstance(arguments.get(key), int):
+    for key, default in ARGUMENTS.items():
+        if isinstance(default, bool) and isinstance(arguments.get(key), int):
             arguments[key] = bool(arguments[key])
     variant = Variant(name, detail, options, arguments)
     if name == "tide":

@@ -141,6 +141,7 @@ def test_copies_of_all_ranks_do_not_meet(world):
         ("tide-early", variants.Variant("tide", "", {}, {"early_reduce": True})),
         ("tide-early+slots=3", variants.Variant("tide", "", {"slots": 3}, {"early_reduce": True})),
         ("tide+padded_storage", variants.Variant("tide", "", {"padded_storage": True})),
+        ("tide+prefetch=2", variants.Variant("tide", "", {}, {"prefetch": 2})),
     ],
 )
 def test_a_variant_is_read(text, found):
