@@ -272,9 +272,10 @@ class Session:
         if not subset:
             return Ticket()
         vacant = not self.compiled.options.slot_reuse or known.slot not in self._occupant
-        program = known.scatter if vacant and subset == known.trainable and not other else None
+        usual = subset == known.trainable and not other
+        program = known.scatter if vacant and usual else None
         if program is None:
-            chosen = None if subset == known.trainable and not other else subset
+            chosen = None if usual else subset
             program = self.compiled.program(unit, "reduce_scatter", self.rank, chosen, other, in_slot=vacant)
         if program.in_slot:
             self._content.pop(known.slot, None)
