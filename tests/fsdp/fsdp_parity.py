@@ -153,7 +153,7 @@ def exact_and_bound(
     for grad, param, _ in rows:
         info = param.mesh_info
         group, width = info.shard_process_group, info.shard_mesh_size
-        whole = [torch.empty(grad.shape, dtype=torch.float64) for _ in range(width)]
+        whole = [torch.empty(grad.shape, dtype=torch.float64, device=grad.device) for _ in range(width)]
         dist.all_gather(whole, grad.double().contiguous(), group=group)
         dim = param.fsdp_placement.dim
         chunk = -(-grad.shape[dim] // width)

@@ -107,7 +107,7 @@ class Trainer:
     VARIANTS = 3
 
     def __init__(self, session: Any, rank: int, world: int, lanes: Lanes, seed: int) -> None:
-        self.session, self.lanes, device = session, lanes, lanes.device
+        self.session, self.lanes, self.world, device = session, lanes, world, lanes.device
         self.units = [unit.name for unit in session.compiled.spec.units]
         self.shared = random.Random(seed)  # the same on all ranks: what the ranks agree on
         self.shards: dict[tuple[str, int], list[Any]] = {}
@@ -140,12 +140,12 @@ class Trainer:
         self.tickets: dict[str, Any] = {}
 
     def total(self, pieces: list[Any]) -> Any:
-        """The sum in TIDE's order: the other nodes' sums, by the rounds, and the own node's last."""
+        """The sum in TIDE's order: the own node's ranks, then the other nodes' sums, by the rounds."""
         topology = self.session.compiled.topology
         own, size = topology.node_of(self.session.rank), topology.gpus_per_node
         sums = [functools.reduce(operator.add, pieces[n * size : (n + 1) * size]) for n in range(topology.nodes)]
         others = [sums[(own - 1 - j) % topology.nodes] for j in range(topology.nodes - 1)]
-        return functools.reduce(operator.add, others) + sums[own] if others else sums[own]
+        return functools.reduce(operator.add, [sums[own], *others])
 
     def differ(self, counter: str, found: Any, expected: Any) -> None:
         """Counts the bytes that differ, on the device."""
@@ -197,7 +197,7 @@ class Trainer:
         with lanes.on(lanes.reduce):
             lanes.delay()
             outs = self.session.new_outs(unit, list(grads), lanes.device)
-            ticket = self.session.reduce_scatter(unit, grads, outs, divisor=2.0)
+            ticket = self.session.reduce_scatter(unit, grads, outs, divisor=float(self.world))
             ticket.wait_released()
             released = lanes.mark()
             ticket.wait()

@@ -39,7 +39,7 @@ def test_place(backend, blocks, choice, seed, move):
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-@pytest.mark.parametrize("choice", [0, 1, 3, 4])
+@pytest.mark.parametrize("choice", range(4))
 def test_place_every_pair_of_types(backend, src, dst, choice):
     blocks = [
         (Shape(1, 300_001, (0, 0), (3, 3)), src, dst),
