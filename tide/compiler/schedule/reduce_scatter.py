@@ -6,7 +6,7 @@ reducer is the owner. Across nodes the reducer is the rank of this node on the o
 begin the running sums of its own output, the others it puts to their owners (phase 2), who fold them in, node by
 node::
 
-    stream rs.push   (pack) CREDIT? push ─▶ PUSHED!             … for every chunk of every reducer of the node
+    stream rs.push   (pack) CREDIT? push ─▶ PUSHED!             … for every chunk, to all reducers of the node
     stream rs.sum    CREDIT! PUSHED? sum ─▶ SUMMED! or BEGUN!
     stream rs.wire   SUMMED? WIRE_CREDIT? put            (─▶ SENT!)
     stream rs.fold   WIRE_CREDIT! BEGUN? PARTIAL? running += partial
@@ -203,29 +203,34 @@ class Builder:
     # Streams -----------------------------------------------------------------------------------
 
     def push(self) -> list[Step]:
-        """Pushes this rank's pieces to the reducers of its node, all reducers in turn."""
+        """Pushes this rank's pieces to the reducers of its node, a chunk of each at a time.
+
+        First all credits of such a wave, then all copies, then all signals: a transport may carry out each of the
+        three in one call, however many peers there are. Nobody is kept waiting, as a sum needs the pieces of all.
+        """
         steps: list[Step] = []
         if casts := self.casts():
             steps.append(Place(casts))
-        queues = []
-        for peer in self.peers:
-            local = self.team.seat(peer)[1]
-            memo = self.memo.setdefault(("push", self.local, local), {})
-            queues.append((peer, memo, self.work(local), Wait(peer, Lane.CREDIT), Signal(peer, Lane.PUSHED)))
-        for number in range(max((len(queue) for _, _, queue, _, _ in queues), default=0)):
-            for peer, memo, queue, credit, pushed in queues:
-                if number >= len(queue):
-                    continue
-                turn = queue[number]
-                staged = self.staged.get((turn.owner, turn.number), -1)
-                key = (turn.owner, turn.number, turn.pieces, staged)
-                transfers = memo.get(key)
-                if transfers is None:
-                    transfers = memo[key] = self.pieces(turn, peer, staged)
-                if self.areas.ring or number == 0:
-                    steps.append(credit)
-                steps += (Copy(peer, False, transfers), pushed)
+        queues = [(peer, self.team.seat(peer)[1]) for peer in self.peers]
+        works = [
+            (peer, self.memo.setdefault(("push", self.local, local), {}), self.work(local)) for peer, local in queues
+        ]
+        for number in range(max((len(work) for _, _, work in works), default=0)):
+            wave = [(peer, self.pushed(memo, work[number], peer)) for peer, memo, work in works if number < len(work)]
+            if self.areas.ring or number == 0:
+                steps += [Wait(peer, Lane.CREDIT) for peer, _ in wave]
+            steps += [Copy(peer, False, transfers) for peer, transfers in wave]
+            steps += [Signal(peer, Lane.PUSHED) for peer, _ in wave]
         return steps
+
+    def pushed(self, memo: dict[Any, Any], turn: Turn, peer: int) -> tuple[Transfer, ...]:
+        """Transfers of this rank's pieces of a chunk to its reducer, made once for all positions at this place."""
+        staged = self.staged.get((turn.owner, turn.number), -1)
+        key = (turn.owner, turn.number, turn.pieces, staged)
+        if key not in memo:
+            memo[key] = self.pieces(turn, peer, staged)
+        found: tuple[Transfer, ...] = memo[key]
+        return found
 
     def casts(self) -> tuple[Cast, ...]:
         """Packs this rank's small gradients, reducer by reducer, and notes where those of each chunk begin."""
