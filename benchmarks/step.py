@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def main() -> None:
     arguments.add_argument("--models", default="llama,qwen3,wan")
     arguments.add_argument("--variants", default="solo,free,stock,symm,tide", help="solo, and see variants.py")
     arguments.add_argument("--tokens", default="", help="comma-separated; overrides each model's sizes")
+    arguments.add_argument("--blocks", type=int, help="blocks of each model, instead of its own number")
     arguments.add_argument("--steps", type=int, default=8)
     arguments.add_argument("--rounds", type=int, default=2, help="each variant runs this often, in turn")
     arguments.add_argument("--trace", type=Path, help="folder for a profile of each variant's last step")
@@ -182,7 +184,7 @@ def main() -> None:
     start()
     results = Results("step", options.out, losses={})
     for name in options.models.split(","):
-        case = CASES[name]
+        case = replace(CASES[name], count=options.blocks or CASES[name].count)
         for tokens in [int(t) for t in options.tokens.split(",")] if options.tokens else case.tokens:
             begin = len(results.rows)
             runs: dict[str, list[dict[str, Any]]] = {}
