@@ -79,7 +79,7 @@ def test_place_every_pair_of_types(backend: Backend, src, dst):
 
 
 @pytest.mark.parametrize(("src", "dst"), [(torch.float32, torch.bfloat16), (torch.int64, torch.int64)], ids=str)
-@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 2, 3), (1, 5)])
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 5)])
 def test_place_steps_in_one_launch(backend: Backend, src, dst, lengths):
     """Steps of many tiles, of few, and of none, in any order: all programs count all of them."""
     few = [Shape(1, 3, (0, 0), (1, 2)), Shape(1, 0, (0, 0), (0, 0))]
