@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from tide.compiler.compile import Compiled
 from tide.compiler.place import align
-from tide.kernels.segments import HEADER_WORDS, KINDS, PROGRAM_WORDS, VECTOR_BYTES
+from tide.kernels.segments import HEADER_WORDS, KINDS, PROGRAM_WORDS, STEP_WORDS, VECTOR_BYTES
 from tide.session import Session
 from tide.transport.cuda import CudaTransport, Settings
 from tide.transport.cuda import transport as transport_module
@@ -30,7 +30,7 @@ from tide.transport.cuda.arena import Arena
 from tide.transport.cuda.driver import MEM_OP_WAIT_32, MEM_OP_WORDS, NOT_READY, SUCCESS
 from tide.transport.cuda.tables import Launch, LaunchSet
 from tide.transport.cuda.transport import arena_bytes, arena_request
-from tide.transport.cuda.words import reached
+from tide.transport.cuda.words import MASK, reached
 
 #: An operation: True once it has run, False while it has to wait.
 Run = Callable[[], bool]
@@ -162,6 +162,7 @@ class FakeDriver:
     # Memory operations
     def wait_value(self, stream: int, address: int, value: int, flags: int) -> int:
         self.calls.append("wait")
+        assert 0 <= value <= MASK
         return self.machine.put(self.rank, stream, lambda: reached(word_at(address), value))
 
     def write_value(self, stream: int, address: int, value: int, flags: int) -> int:
@@ -173,6 +174,7 @@ class FakeDriver:
         words = (ctypes.c_uint64 * (count * MEM_OP_WORDS)).from_address(address)
         for at in range(0, count * MEM_OP_WORDS, MEM_OP_WORDS):
             kind, place, value = words[at], words[at + 1], words[at + 2]
+            assert 0 <= value <= MASK
             if kind == MEM_OP_WAIT_32:
                 self.machine.put(self.rank, stream, lambda p=place, v=value: reached(word_at(p), v))
             else:
@@ -420,13 +422,14 @@ def run_table(
     constants: dict[str, Any],
     scalars: tuple[float, ...],
     behind: Callable[[int], list[int]],
+    programs: Iterable[int] | None = None,
 ) -> None:
-    """What a kernel does with a table, program by program; ``behind`` tells what a multicast address reads."""
+    """What programs (all by default) do with a table; ``behind`` tells what a multicast address reads."""
     sizes, division = launch.job.division.sizes, launch.job.division
     width = HEADER_WORDS + 2 * len(sizes)
     dst_type, src_type = (_TYPES[str(constants.get(key, "fp32"))] for key in ("DST", "SRC"))
     pieces = constants.get("PIECES", 1)
-    for program, kind in itertools.product(range(launch.programs), range(len(KINDS))):
+    for program, kind in itertools.product(programs or range(launch.programs), range(len(KINDS))):
         at = program * PROGRAM_WORDS + 3 * kind
         segment, tile, end = words[at : at + 3].tolist()
         while tile < end:
@@ -499,7 +502,24 @@ def fake_kernels(machine: Machine, rank_of_stream: Callable[[int], int]) -> Iter
 
             machine.put(rank, stream, run)
 
-        return start
+        def start_chain(stream: int) -> None:
+            """Programs go on independently of each other: in any order of (program, step) that keeps each program's."""
+            rank = rank_of_stream(stream)
+            turns = list(range(launch.programs)) * len(launch.job.steps)
+            machine.random.shuffle(turns)
+            done = [0] * launch.programs
+            for program in turns:
+
+                def run(program: int = program, step: int = done[program]) -> bool:
+                    words = part.numpy()
+                    first, counter = words[1 + STEP_WORDS * step :][:STEP_WORDS].tolist()
+                    run_table(words[first:], launch, constants, scalars, lambda address: [address], (program,))
+                    return counter == 0 or _store(counter, (word_at(counter) + 1) & MASK)
+
+                machine.put(rank, stream, run)
+                done[program] += 1
+
+        return start_chain if launch.job.steps else start
 
     LaunchSet._bind = bind  # type: ignore[method-assign]
     try:

@@ -33,7 +33,8 @@ def open_session(
     torch.cuda.set_device(rank % torch.cuda.device_count())
     nodes = nodes if world < 4 else 2
     topology = Topology(nodes, world // nodes, virtual=nodes > 1)
-    options = PlanOptions(slots=2, chunk_bytes=4096, bundle_bytes=64, min_run_bytes=16, min_put_run_bytes=16)
+    small = {"chunk_bytes": 4096, "bundle_bytes": 64, "min_run_bytes": 16, "min_put_run_bytes": 16}
+    options = PlanOptions(slots=2, piece_bytes=512, **small)
     compiled = compiled_for(topology, names, options, route)
     return Session(compiled, CudaTransport.open(compiled, timeout=timeout, settings=Settings(**settings)), poison=True)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -181,8 +183,12 @@ def check_place(
     tuning: Any,
     seed: int = 0,
     move: bool = False,
+    chain: Sequence[int] = (),
 ) -> Any:
-    """Place blocks of random bits, and compare the whole destination, gaps included, with the reference."""
+    """Place blocks of random bits, and compare the whole destination, gaps included, with the reference.
+
+    With a chain, they are the blocks of so many steps, as many in each, which one launch carries out.
+    """
     extents = [(shape.runs + 1) * (shape.count + max(shape.gaps)) * 8 + 256 for shape, _, _ in blocks]
     sources, targets = (Memory(sum(extents), backend.device) for _ in range(2))
     regions = []
@@ -218,7 +224,9 @@ def check_place(
                 dst,
             )
         )
-    if move:
+    if chain:
+        table = launch_chain(backend, items, chain, tuning)
+    elif move:
         # Made for other addresses first: everything one vector, or one element, further back.
         shifts = [16 if number % 2 else blocks[number][1].itemsize for number in range(len(blocks))]
         elsewhere = [
@@ -238,7 +246,8 @@ def check_place(
         table.move([item.src_ptr for item in items])
     else:
         table = backend.place.PlaceTable(items, device=backend.device, tuning=tuning)
-    table.launch()
+    if not chain:
+        table.launch()
     backend.finish()
     found = targets.tensor.cpu()
     for (_, target), (_, src, dst) in zip(regions, blocks, strict=True):
@@ -246,6 +255,26 @@ def check_place(
         view(found, target, BITS[dst.itemsize]).zero_()
         view(expected, target, BITS[dst.itemsize]).zero_()
     assert torch.equal(found, expected), "bytes outside of the blocks were written"
+    return table
+
+
+def launch_chain(backend: Backend, items: list[Any], lengths: Sequence[int], tuning: Any) -> Any:
+    """Launch a chain twice; every program counts every step but the last, from where its word wraps around."""
+    place, device = backend.place, backend.device
+    variant, sizes = place.variant_of(items[0].src_dtype, items[0].dst_dtype, tuning, chain=True)
+    parts = items[0].dst_dtype.itemsize // sizes[0]
+    blocks = iter([place._block(number, item, parts) for number, item in enumerate(items)])
+    steps = [list(itertools.islice(blocks, length)) for length in lengths]
+    counters = torch.full((len(steps),), -1, dtype=torch.int32, device=device)
+    addresses = [counters.data_ptr() + 4 * step for step in range(len(steps) - 1)]
+    table = backend.segments.make_chain(steps, place.division_of(sizes, tuning), [*addresses, 0])
+    words = torch.from_numpy(table.words).to(device)
+    options = {} if device.type == "cpu" else {"num_warps": variant.warps}
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.uint8, device=device))
+    for _ in range(2):
+        variant.kernel[(table.programs,)](words, **options, **dict(variant.constants))
+    backend.finish()
+    assert counters.tolist() == [2 * table.programs - 1] * len(addresses) + [-1]
     return table
 
 

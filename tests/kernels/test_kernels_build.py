@@ -58,6 +58,19 @@ def test_pipelined_loads_keep_a_tile_of_each_piece_in_flight():
     assert built.count(r"ld\.global[\w.:]*\.v4\.b32") == 0
 
 
+@pytest.mark.parametrize("dst", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_are_counted_after_a_barrier(dst: torch.dtype):
+    """One thread says for its program that a step is done: its stores are visible, to copy engines too."""
+    plain, chain = (place.variant_of(torch.float32, dst, place.DEFAULT, which)[0].compile() for which in (False, True))
+    code = re.sub(r"//.*|\.loc.*", "", chain.ptx)
+    count = r"bar\.sync\s+0;(?:(?!bar\.sync)[^:])*@%p\d+ atom\.global\.sys\.release\.add\.u32"
+    (counting,) = re.findall(count, code)  # no label, and so no jump, between the two
+    assert not re.search(r"\bst\.|\bcp\.", counting)
+    assert chain.count(r"\batom\.") == 1
+    assert plain.count(r"\batom\.") == 0
+    assert (chain.shared, chain.stack) == (plain.shared, 0)
+
+
 def bulk_variant(kernel: str) -> Variant:
     """What a reduce-scatter or an all-gather launches, with bulk copies."""
     bf16, fp32 = torch.bfloat16, torch.float32

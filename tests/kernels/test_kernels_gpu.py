@@ -49,6 +49,21 @@ def test_place_every_pair_of_types(backend, src, dst, choice):
     check_place(backend, blocks, tunings(backend)[choice])
 
 
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+@pytest.mark.parametrize("choice", range(4))
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 2, 3)])
+def test_place_steps_in_one_launch(backend, src, dst, choice, lengths):
+    shapes = [
+        Shape(1, 300_001, (0, 0), (3, 3)),
+        Shape(70, 4096, (16, 32), (0, 0)),
+        Shape(5, 1900, (1, 0), (1, 2)),
+        Shape(1, 3, (0, 0), (1, 2)),
+        Shape(1, 1 << 20, (0, 0), (0, 0)),
+        Shape(1, 0, (0, 0), (0, 0)),
+    ]
+    check_place(backend, [(shape, src, dst) for shape in shapes], tunings(backend)[choice], chain=lengths)
+
+
 @settings(max_examples=60)
 @given(
     blocks=st.lists(

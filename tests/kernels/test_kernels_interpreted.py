@@ -78,6 +78,17 @@ def test_place_every_pair_of_types(backend: Backend, src, dst):
     assert check_place(backend, blocks, small(backend)).launches == 1
 
 
+@pytest.mark.parametrize(("src", "dst"), [(torch.float32, torch.bfloat16), (torch.int64, torch.int64)], ids=str)
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 5)])
+def test_place_steps_in_one_launch(backend: Backend, src, dst, lengths):
+    """Steps of many tiles, of few, and of none, in any order: all programs count all of them."""
+    few = [Shape(1, 3, (0, 0), (1, 2)), Shape(1, 0, (0, 0), (0, 0))]
+    many = [Shape(1, 531, (0, 0), (3, 3)), Shape(7, 48, (16, 32), (0, 0)), Shape(5, 19, (1, 0), (1, 2))]
+    for shapes in ([*many, *few, many[0]], [few[1], *many, *few]):
+        blocks = [(shape, src, dst) for shape in shapes]
+        assert check_place(backend, blocks, small(backend, ctas=5), chain=lengths).programs == 5
+
+
 def test_place_one_element(backend: Backend):
     for offset in range(9):
         block = Shape(1, 1, (0, 0), (offset, 9 - offset))

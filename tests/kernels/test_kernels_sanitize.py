@@ -33,6 +33,13 @@ def test_place_under_the_sanitizer(backend, shape, stages):
     check_place(backend, blocks, small(backend, stages))
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_place_steps_under_the_sanitizer(backend, bulk):
+    tuning = backend.launch.Tuning(ctas=3, block=1024, narrow=256, warps=4, bulk=bulk)
+    blocks = [(shape, torch.float32, torch.bfloat16) for shape in SHAPES.values()]
+    check_place(backend, blocks, tuning, chain=(1, 2))
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_accumulate_under_the_sanitizer(backend, shape, stages):

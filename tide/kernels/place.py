@@ -25,6 +25,7 @@ from tide.kernels.segments import VECTOR_BYTES, Block, Division
 from tide.kernels.tiles import (
     FLAT,
     NARROW,
+    STEP_WORDS,
     STRIDED,
     operand_pitch,
     operand_pointer,
@@ -72,6 +73,26 @@ def _place_kind(
 
 
 @triton.jit
+def _place_table(
+    table,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NARROW_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Carry out this program's share of a table; operand 0 is the destination, operand 1 the source."""
+    if BULK:
+        place_whole_tiles(table, SRC, DST, BLOCK, STAGES)
+    else:
+        _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
+    _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, STRIDED)
+    _place_kind(table, SRC, DST, 1, NARROW_BLOCK, 1, NARROW)
+
+
+@triton.jit
 def place_kernel(
     table,
     SRC: tl.constexpr,
@@ -82,13 +103,36 @@ def place_kernel(
     STAGES: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Cast and scatter the segments of a table; operand 0 is the destination, operand 1 the source."""
-    if BULK:
-        place_whole_tiles(table, SRC, DST, BLOCK, STAGES)
-    else:
-        _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
-    _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, STRIDED)
-    _place_kind(table, SRC, DST, 1, NARROW_BLOCK, 1, NARROW)
+    """Cast and scatter the segments of a table."""
+    _place_table(table, SRC, DST, WIDTH, BLOCK, NARROW_BLOCK, STAGES, BULK)
+
+
+@triton.jit
+def place_chain_kernel(
+    chain,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NARROW_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Cast and scatter the tables of several steps in order, and count the steps that this program has done.
+
+    Others read a step's data once all programs have counted it: copy engines too, hence the scope. What a bulk copy
+    loads has been used, and so has arrived, before the stores that the barrier waits for.
+    """
+    steps = tl.load(chain).to(tl.int32)
+    step = 0
+    while step < steps:
+        record = chain + 1 + step * STEP_WORDS
+        _place_table(chain + tl.load(record), SRC, DST, WIDTH, BLOCK, NARROW_BLOCK, STAGES, BULK)
+        counter = tl.load(record + 1)
+        if counter != 0:
+            tl.debug_barrier()
+            tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+        step += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +162,10 @@ class PlaceItem:
 
 
 @functools.cache
-def variant_of(src: torch.dtype, dst: torch.dtype, tuning: Tuning) -> tuple[Variant, tuple[int, int]]:
-    """The variant for a pair of types, and the element sizes that it takes them to have (dst, src)."""
+def variant_of(
+    src: torch.dtype, dst: torch.dtype, tuning: Tuning, chain: bool = False
+) -> tuple[Variant, tuple[int, int]]:
+    """The variant for a pair of types, for one table or a chain, and the element sizes that it takes (dst, src)."""
     if src == dst:
         raw = _RAW[min(src.itemsize, 8)]
         types, sizes, name = (raw, raw), (min(src.itemsize, 8),) * 2, f"copy{min(src.itemsize, 8) * 8}"
@@ -136,8 +182,10 @@ def variant_of(src: torch.dtype, dst: torch.dtype, tuning: Tuning) -> tuple[Vari
         ("STAGES", stages),
         ("BULK", int(tuning.bulk)),
     )
-    name = f"place_{name}_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}_t{int(tuning.bulk)}"
-    return Variant(name, place_kernel, (("table", "*i64"),), constants, tuning.warps), sizes
+    name = f"{name}_b{tuning.block}_n{tuning.narrow}_w{tuning.warps}_s{stages}_t{int(tuning.bulk)}"
+    if chain:
+        return Variant(f"place_chain_{name}", place_chain_kernel, (("chain", "*i64"),), constants, tuning.warps), sizes
+    return Variant(f"place_{name}", place_kernel, (("table", "*i64"),), constants, tuning.warps), sizes
 
 
 def division_of(sizes: tuple[int, int], tuning: Tuning) -> Division:
@@ -146,7 +194,7 @@ def division_of(sizes: tuple[int, int], tuning: Tuning) -> Division:
 
 
 def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
-    """Every pair of types that is cast, and the copies of each element size."""
+    """Every pair of types that is cast, and the copies of each element size; chains of the usual pair only."""
     tuning = tuning or DEFAULT
     for src in ELEMENTS:
         for dst in ELEMENTS:
@@ -154,6 +202,7 @@ def variants(tuning: Tuning | None = None) -> Iterator[Variant]:
                 yield variant_of(src, dst, tuning)[0]
     for same in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
         yield variant_of(same, same, tuning)[0]
+    yield variant_of(torch.float32, torch.bfloat16, tuning, chain=True)[0]
 
 
 #: Used where a caller gives no tuning: on an H200 103 GB/s a program on flat segments, without bulk copies 59.

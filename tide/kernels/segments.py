@@ -44,6 +44,9 @@ PROGRAM_WORDS = 3 * len(KINDS)
 #: the multiplier and shift that divide by the latter.
 HEADER_WORDS = 6
 
+#: int64 words of each step in a chain's head, behind the number of steps.
+STEP_WORDS = 2
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -128,7 +131,8 @@ class Table:
     Parameters
     ----------
     words
-        int64, one dimension: ``programs`` program records, then the segment records.
+        int64, one dimension: ``programs`` program records, then the segment records. In a chain
+        (:func:`make_chain`), a head and one such table after the other.
     programs
         Programs of the launch: those asked for, or fewer if there are fewer tiles.
     tiles
@@ -176,7 +180,7 @@ class Table:
         return replace(self, words=words, addresses=addresses.copy())
 
 
-def make_table(blocks: Sequence[Block], division: Division) -> Table:
+def make_table(blocks: Sequence[Block], division: Division, programs: int | None = None) -> Table:
     """Divide blocks into segments, cut those into tiles and give the tiles to programs.
 
     Parameters
@@ -185,6 +189,8 @@ def make_table(blocks: Sequence[Block], division: Division) -> Table:
         Blocks with as many operands as ``division.sizes``. Runs or counts of 0 are allowed and cost nothing.
     division
         Tile sizes and the number of programs.
+    programs
+        Programs exactly, whether there are as many tiles or not; at most `division.programs` by default.
 
     Raises
     ------
@@ -197,7 +203,52 @@ def make_table(blocks: Sequence[Block], division: Division) -> Table:
         _check(block, division.sizes)
         segments += _divide(index, block, division)
     segments.sort(key=lambda segment: segment.kind)  # stable: within a kind, blocks keep their order
-    return _pack(blocks, segments, division)
+    return _pack(blocks, segments, division, programs)
+
+
+def make_chain(steps: Sequence[Sequence[Block]], division: Division, counters: Sequence[int]) -> Table:
+    """The tables of several steps that one launch carries out in order, behind a head that tells where they are.
+
+    The head is the number of steps, and for each of them where its table begins, in words from the head, and the
+    address of its counter. Every program takes part in every step, so that a step that all of them have counted has
+    all steps before it done, too.
+
+    Parameters
+    ----------
+    steps
+        Blocks of each step.
+    division
+        Tile sizes and the number of programs.
+    counters
+        Address of a 32-bit word for each step, which every program adds 1 to once it has done its share of the step;
+        0 for none.
+
+    Raises
+    ------
+    InputError
+        As :func:`make_table`.
+    """
+    tables = [make_table(blocks, division) for blocks in steps]
+    programs = max(table.programs for table in tables)
+    tables = [
+        table if table.programs == programs else make_table(blocks, division, programs)
+        for blocks, table in zip(steps, tables, strict=True)
+    ]
+    starts = np.cumsum([1 + STEP_WORDS * len(tables), *(len(table.words) for table in tables)])
+    firsts = np.cumsum([0, *map(len, steps)])
+    head = np.zeros(starts[0], np.int64)
+    head[0] = len(tables)
+    head[1::STEP_WORDS], head[2::STEP_WORDS] = starts[:-1], counters
+    return Table(
+        np.concatenate([head, *(table.words for table in tables)]),
+        programs,
+        tuple(map(sum, zip(*(table.tiles for table in tables), strict=True))),
+        np.concatenate([table.addresses for table in tables]),
+        np.concatenate([table.positions + start for table, start in zip(tables, starts[:-1], strict=True)]),
+        np.concatenate([table.blocks + first for table, first in zip(tables, firsts[:-1], strict=True)]),
+        np.concatenate([table.offsets for table in tables]),
+        np.concatenate([table.units for table in tables]),
+    )
 
 
 def _check(block: Block, sizes: tuple[int, ...]) -> None:
@@ -310,7 +361,7 @@ def reciprocal(divisor: int) -> tuple[int, int]:
     return -((-1 << (31 + shift)) // divisor), shift
 
 
-def _pack(blocks: Sequence[Block], segments: list[Segment], division: Division) -> Table:
+def _pack(blocks: Sequence[Block], segments: list[Segment], division: Division, programs: int | None) -> Table:
     """Write the records."""
     operands, width = len(division.sizes), division.segment_words
     kinds = np.array([segment.kind for segment in segments], np.int64)
@@ -318,7 +369,8 @@ def _pack(blocks: Sequence[Block], segments: list[Segment], division: Division) 
     per_tile = np.array([division.tile_vectors(kind) for kind in range(len(KINDS))], np.int64)
     counts = -(-totals // per_tile[kinds])
     tiles = np.bincount(kinds, counts, minlength=len(KINDS)).astype(np.int64)
-    programs = max(1, min(division.programs, int(tiles.sum())))
+    if programs is None:
+        programs = max(1, min(division.programs, int(tiles.sum())))
 
     base = programs * PROGRAM_WORDS
     words = np.zeros(base + len(segments) * width, np.int64)

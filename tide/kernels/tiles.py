@@ -12,6 +12,7 @@ from tide.kernels.reference import fold_divisor
 # Of `tide.kernels.segments`; a kernel can read module constants only as constexpr.
 PROGRAM_WORDS = tl.constexpr(9)
 HEADER_WORDS = tl.constexpr(6)
+STEP_WORDS = tl.constexpr(2)
 VECTOR_BYTES = tl.constexpr(16)
 
 FLAT = tl.constexpr(0)

@@ -63,7 +63,8 @@ _PROGRAMS = 32  # CTAs of a launch at most, by the default settings
 _PROGRAM_BYTES, _SEGMENT_BYTES, _OPERAND_BYTES, _DESCRIPTOR_BYTES = 72, 48, 16, 128
 _MOST_DESCRIBED = 6  # operands of a launch that makes descriptors, at most
 _LARGEST_SEGMENT = 1 << 30  # elements
-_COUNTERS = 4 << 14  # words of the table of counter values
+_STEP_BYTES = 24  # of a step in the head of a launch that carries out several
+_COUNTERS = 4 * ((1 << 14) + (1 << 12))  # the table of counter values, and words that programs count in
 _GRANULE = 512  # of torch's allocator
 
 
@@ -215,10 +216,10 @@ def _planned(compiled: Compiled, rank: int, ledger: Ledger) -> tuple[dict[str, i
 def scratch_nbytes(compiled: Compiled, rank: int) -> int:
     """Bytes of what the CUDA transport keeps beside the arena's layout, at most.
 
-    Counter values and the peers' abort words, and for each stream of a program the tables that its kernels read their
-    addresses from, with scratch memory for descriptors. Each unit has tables of its own. Where slots are reused, both
-    forms of a reduce-scatter are counted: through the slot, and beside it. Reductions of some of a unit's gradients,
-    and of gradients of other types than planned, take tables of their own, which are not counted.
+    Counter values, counters and the peers' abort words, and for each stream of a program the tables that its kernels
+    read their addresses from, with scratch memory for descriptors. Each unit has tables of its own. Where slots are
+    reused, both forms of a reduce-scatter are counted: through the slot, and beside it. Reductions of some of a
+    unit's gradients, and of gradients of other types than planned, take tables of their own, which are not counted.
     """
     total = _COUNTERS + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
     sizes: dict[int, int] = {}
@@ -240,6 +241,7 @@ def _stream_nbytes(steps: Sequence[Step]) -> int:
     for step in steps:
         blocks: dict[tuple[int, str, str, bool], list[int]] = {}  # segments of those of each launch
         if isinstance(step, Place):
+            tables += _STEP_BYTES
             for cast in step.casts:
                 form = 2, cast.src_dtype, cast.dst_dtype, False
                 blocks.setdefault(form, []).append(_segments(cast.runs, cast.count))

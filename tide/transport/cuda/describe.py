@@ -35,7 +35,8 @@ def describe(transport: CudaTransport) -> Sequence[tuple[str, str]]:
     )
     rows.append(("multicast", _multicast(transport)))
     rows.append(("network", _network(transport)))
-    rows.append(("place", f"Triton, at most {transport.settings.place_ctas} CTAs"))
+    launches = "all pieces of a shard" if transport.settings.fused_casts else "each piece of a shard"
+    rows.append(("place", f"Triton, at most {transport.settings.place_ctas} CTAs; one launch for {launches}"))
     rows.append(("accumulate", f"Triton, at most {transport.settings.accumulate_ctas} CTAs"))
     rows.append(("deadline", f"{transport.watchdog.timeout:g} s"))
     rows.append(("driver", f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tide.compiler.steps import (
     ARENA,
@@ -24,6 +24,7 @@ from tide.compiler.steps import (
 from tide.errors import CapabilityError, TransportError
 from tide.transport.base import Binding
 from tide.transport.cuda.bases import EVERYWHERE, Bases
+from tide.transport.cuda.chains import Chain, cast_chains
 from tide.transport.cuda.copies import CopyArrays, CopyStep
 from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
 from tide.transport.cuda.operations import (
@@ -36,9 +37,9 @@ from tide.transport.cuda.operations import (
 )
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.staging import Staging
-from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, place_jobs, switch_jobs
+from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, chain_job, place_jobs, switch_jobs
 from tide.transport.cuda.wire import Channel, Tally, Wire, segments
-from tide.transport.cuda.words import check_distance
+from tide.transport.cuda.words import Counters, check_distance
 
 
 def lower(program: Program, binding: Binding, programs: Mapping[int, Program], device: Device) -> Lowered:
@@ -56,6 +57,14 @@ def lower(program: Program, binding: Binding, programs: Mapping[int, Program], d
         Driver, streams, arenas, counters.
     """
     return _Lowering(program, binding, device, programs).run(issue_order(programs, program.position))
+
+
+class _Given(NamedTuple):
+    """A signal to oneself: its stream, and its event, or the counter that reaches its total then."""
+
+    stream: int
+    event: int
+    counter: int | None = None
 
 
 #: Memory that belongs to the caller; steps that touch it wait for what the caller did before.
@@ -81,7 +90,9 @@ class _Lowering:
         self.waiting: tuple[int, Channel, list[tuple[int, int, Channel]]] | None = None  # stream, first one, all
         self.waits = 0  # calls of NCCL's wait
         self.totals: dict[int, int] = {}
-        self.given: dict[Lane, list[tuple[int, int]]] = {}  # self-signals: (stream, event) of each
+        self.given: dict[Lane, list[_Given]] = {}
+        self.chains: dict[tuple[str, int], Chain] = {}  # by stream and index of the first step
+        self.chained: dict[tuple[str, int], int | None] = {}  # the other steps; counter that tells of a signal
         self.taken: dict[Lane, int] = {}
         self.batches: list[tuple[int, int, CopyStep]] = []  # place among the operations, stream, copies
 
@@ -92,6 +103,8 @@ class _Lowering:
         for stream, (_, handle) in zip(program.streams, out.streams, strict=True):
             if not stream.steps:  # a claim that waits for no peer: it ends when the slot has been vacated
                 self.append(self.gate(handle))
+        if self.device.counters is not None:
+            self.chain(self.device.counters)
         for number, index in order:
             stream, handle = program.streams[number], out.streams[number][1]
             if index == stream.released and stream.name in program.release:
@@ -113,7 +126,10 @@ class _Lowering:
             self.gated.add(name)
             if not self.follows(step):
                 self.append(self.gate(stream))
-        if isinstance(step, Signal):
+        if (name, index) in self.chained:
+            if isinstance(step, Signal):
+                self.given.setdefault(step.lane, []).extend([_Given(stream, 0, self.chained[name, index])] * step.count)
+        elif isinstance(step, Signal):
             self.signal(stream, step)
         elif isinstance(step, Wait):
             self.wait(name, stream, index, step)
@@ -129,7 +145,7 @@ class _Lowering:
                 self.copy(stream, step.transfers, self.rank_of(step.peer), False)
                 self.signal(stream, Signal(step.peer, step.lane))
         elif isinstance(step, Place | Accumulate | SwitchReduce):
-            self.launch(name, stream, step)
+            self.launch(name, index, stream, step)
         else:
             raise TransportError(f"the CUDA transport has no step {type(step).__name__}")
 
@@ -175,7 +191,7 @@ class _Lowering:
         if step.peer == self.program.position:
             event = self.driver.new_event()
             self.out._events.append(event)
-            self.given.setdefault(step.lane, []).extend([(stream, event)] * step.count)
+            self.given.setdefault(step.lane, []).extend([_Given(stream, event)] * step.count)
             self.append(fixed_call(self.device, self.driver.event_record, "event record", event, stream))
             if self.words.credit(step.lane):
                 last = self.device.last(self.binding.slot, step.lane)
@@ -219,8 +235,13 @@ class _Lowering:
         if taken <= 0:  # the credit is what an earlier program signalled last, or nothing
             event = self.device.last(self.binding.slot, step.lane)
         else:
-            source, event = given[taken - 1]
+            source, event, counter = given[taken - 1]
             if source == stream:
+                return
+            if counter is not None:
+                assert self.device.counters is not None
+                address = self.device.counters.address(counter)
+                self.memory_operation(stream, MemoryOperation(True, counter, 0, 0, address, own=True))
                 return
         self.append(fixed_call(self.device, self.driver.stream_wait_event, "event wait", stream, event, 0))
 
@@ -268,12 +289,28 @@ class _Lowering:
         self.batches.append((len(self.out.operations), stream, which))
         self.append(_nothing)  # its arguments are arrays that do not exist yet
 
-    def launch(self, name: str, stream: int, step: Place | Accumulate | SwitchReduce) -> None:
+    def chain(self, counters: Counters) -> None:
+        """Chooses Place steps that share a launch, as far as there are words to count in."""
+        for stream in self.program.streams:
+            for chain in cast_chains(self.program, stream):
+                told = [signals for signals in chain.signals if signals]
+                if (taken := counters.take(len(told))) is None:
+                    return
+                self.out.counters += taken
+                self.chains[stream.name, chain.places[0]] = chain
+                self.chained.update({(stream.name, index): None for index in chain.places[1:]})
+                for signals, counter in zip(told, taken, strict=True):
+                    self.chained.update({(stream.name, index): counter for index in signals})
+
+    def launch(self, name: str, index: int, stream: int, step: Place | Accumulate | SwitchReduce) -> None:
         if name not in self.sets:
             self.sets[name] = LaunchSet(self.driver, self.device.torch_device)
             self.out._starts[name] = []
             self.out._staging[name] = Staging(self.driver, self.device.torch_device)
             self.append(self.upload(name, stream))
+        if (chain := self.chains.get((name, index))) is not None:
+            self.launch_chain(name, stream, chain)
+            return
         if isinstance(step, Place):
             jobs = place_jobs(step, self.bases, self.device.place)
         elif isinstance(step, SwitchReduce):
@@ -285,6 +322,24 @@ class _Lowering:
         def issue() -> None:
             for start in starts[number]:
                 start(stream)
+
+        self.append(issue)
+
+    def launch_chain(self, name: str, stream: int, chain: Chain) -> None:
+        """Several steps in one launch, which adds one for each program to the counter of every step."""
+        counters, launches, starts = self.device.counters, self.sets[name], self.out._starts[name]
+        assert counters is not None
+        told = [self.chained[name, signals[0]] if signals else None for signals in chain.signals]
+        addresses = [0 if counter is None else counters.address(counter) for counter in told]
+        number = launches.add([chain_job(chain.steps, [*addresses, 0], self.bases, self.device.place)])
+        totals, used = counters.totals, [counter for counter in told if counter is not None]
+
+        def issue() -> None:
+            for start in starts[number]:
+                start(stream)
+            programs = launches.programs(number)
+            for counter in used:
+                totals[counter] += programs
 
         self.append(issue)
 

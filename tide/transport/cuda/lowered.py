@@ -68,6 +68,8 @@ class Lowered:
         Events of the call under way, one after each wait by NCCL.
     indices : list of int
         Counters that the waits use.
+    counters : list of int
+        Words that launches count in.
     entry, vacated, unawaited : int, int, list of int
         Events that a call's streams begin after: what the caller did before, the slot's last readers (0 if there
         are none), ends of the slot's last collectives if nobody waited for them.
@@ -91,6 +93,7 @@ class Lowered:
     crossings: list[Crossing] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
+    counters: list[int] = field(default_factory=list)
     entry: int = 0
     vacated: int = 0
     unawaited: list[int] = field(default_factory=list)
@@ -147,9 +150,12 @@ class Lowered:
         return [launches.memory for launches in self.sets.values()]
 
     def close(self) -> None:
-        """Gives events and buffers back."""
+        """Gives events, words and buffers back."""
         for event in self._events:
             self.device.driver.free_event(event)
         self._events.clear()
+        if self.device.counters is not None:
+            self.device.counters.give_back(self.counters)
+            self.counters.clear()
         for staging in self._staging.values():
             staging.close()

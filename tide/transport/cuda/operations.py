@@ -17,9 +17,9 @@ import torch
 from tide.compiler.steps import Lane
 from tide.kernels.launch import Tuning
 from tide.transport.cuda.copies import CopyArrays, CopyStep
-from tide.transport.cuda.driver import COPY_2D_WORDS, MEM_OP_WAIT_32, MEM_OP_WORDS, MEM_OP_WRITE_32
+from tide.transport.cuda.driver import COPY_2D_WORDS, MEM_OP_WAIT_32, MEM_OP_WORDS, MEM_OP_WRITE_32, WAIT_GEQ
 from tide.transport.cuda.wire import Wire
-from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words
+from tide.transport.cuda.words import MASK, STRIDE, VALUES, Counters, Words
 
 Operation = Callable[[], None]
 
@@ -54,6 +54,8 @@ class Device:
         How casts are cut.
     accumulate_ctas : int
         CTAs of a sum at most.
+    counters : Counters or None
+        Words in which programs of a launch count; None for a launch, and events, for each Place step.
     wire : Wire or None
         Puts and signals to other nodes; None where copies reach them.
     record : callable
@@ -78,6 +80,7 @@ class Device:
     accumulate_ctas: int
     multicast: int | None = None
     stand_in: bool = False
+    counters: Counters | None = None
     wire: Wire | None = None
     record: Callable[[int], int] = lambda stream: 0
 
@@ -98,6 +101,9 @@ class MemoryOperation:
         Signals that count as given before the first.
     address : int
         Of the flag word.
+    own : bool
+        Whether it is one of this rank's own :class:`~tide.transport.cuda.words.Counters`: a wait for all that was
+        issued so far.
     """
 
     wait: bool
@@ -105,6 +111,16 @@ class MemoryOperation:
     count: int
     credit: int
     address: int
+    own: bool = False
+
+    def counting(self, device: Device) -> tuple[list[int], int, int]:
+        """Host counters, distance of two values in the word, and the driver's flags."""
+        if self.own:  # nothing comes from a peer with it that would have to be flushed
+            assert device.counters is not None
+            return device.counters.totals, 1, WAIT_GEQ
+        if self.wait:
+            return device.words.consumed, STRIDE, device.wait_flags
+        return device.words.sent, STRIDE, 0
 
 
 def fixed_call(device: Device, function: Callable[..., int], what: str, *arguments: int) -> Operation:
@@ -170,29 +186,30 @@ def memory_operations(device: Device, stream: int, operations: Sequence[MemoryOp
 def _single(device: Device, stream: int, operation: MemoryOperation) -> Operation:
     driver, check = device.driver, device.driver.check
     index, count, credit, address = operation.index, operation.count, operation.credit, operation.address
+    counters, stride, flags = operation.counting(device)
     if operation.wait:
-        consumed, wait, flags = device.words.consumed, driver.wait_value, device.wait_flags
+        wait = driver.wait_value
 
         def issue_wait() -> None:
-            value = consumed[index] = consumed[index] + count
-            if result := wait(stream, address, ((value - credit) * STRIDE) & MASK, flags):
+            value = counters[index] = counters[index] + count
+            if result := wait(stream, address, ((value - credit) * stride) & MASK, flags):
                 check(result, "wait")
 
         return issue_wait
-    sent, values = device.words.sent, device.values
+    values = device.values
     if device.write_to_peers:
         write = driver.write_value
 
         def issue_write() -> None:
-            value = sent[index] = sent[index] + count
-            if result := write(stream, address, (value * STRIDE) & MASK, 0):
+            value = counters[index] = counters[index] + count
+            if result := write(stream, address, (value * stride) & MASK, flags):
                 check(result, "signal")
 
         return issue_write
     copy = driver.copy
 
     def issue_copy() -> None:
-        value = sent[index] = sent[index] + count
+        value = counters[index] = counters[index] + count
         if result := copy(address, values + 4 * (value % VALUES), 4, stream):
             check(result, "signal")
 
@@ -201,23 +218,22 @@ def _single(device: Device, stream: int, operation: MemoryOperation) -> Operatio
 
 def _batched(device: Device, stream: int, operations: Sequence[MemoryOperation]) -> Operation:
     """Several waits and signals in one call, in order."""
-    check, run, words = device.driver.check, device.driver.memory_operations, device.words
+    check, run = device.driver.check, device.driver.memory_operations
     number = len(operations)
     array = (ctypes.c_uint64 * (MEM_OP_WORDS * number))()
-    updates: list[tuple[int, list[int], int, int, int]] = []
+    updates: list[tuple[int, list[int], int, int, int, int]] = []
     for row, operation in enumerate(operations):
         at = row * MEM_OP_WORDS
         array[at] = MEM_OP_WAIT_32 if operation.wait else MEM_OP_WRITE_32
         array[at + 1] = operation.address
-        array[at + 3] = device.wait_flags if operation.wait else 0
-        counters = words.consumed if operation.wait else words.sent
-        updates.append((at + 2, counters, operation.index, operation.count, operation.credit))
+        counters, stride, array[at + 3] = operation.counting(device)
+        updates.append((at + 2, counters, operation.index, operation.count, operation.credit, stride))
     address = ctypes.addressof(array)
 
     def issue() -> None:
-        for place, counters, index, count, credit in updates:
+        for place, counters, index, count, credit, stride in updates:
             value = counters[index] = counters[index] + count
-            array[place] = ((value - credit) * STRIDE) & MASK
+            array[place] = ((value - credit) * stride) & MASK
         if result := run(stream, number, address, 0):
             check(result, "waits and signals")
 

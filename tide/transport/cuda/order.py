@@ -1,10 +1,10 @@
 """The order in which one rank issues the steps of a collective.
 
 A host thread feeds all streams of a rank, one step at a time, so it has to choose. Two things hang on that
-choice. A signal to oneself becomes a CUDA event, and a wait for an event that was not recorded yet waits for
-nothing: the signal has to be issued first. And a device has fewer hardware queues than a program may have CUDA
-streams: two streams that share a queue run one after the other, and a wait at the head of it holds back steps
-that other ranks wait for.
+choice. A signal to oneself becomes a CUDA event, or is counted by a launch, and a wait for what was not issued
+yet waits for nothing: the signal has to be issued first. And a device has fewer hardware queues than a program
+may have CUDA streams: two streams that share a queue run one after the other, and a wait at the head of it
+holds back steps that other ranks wait for.
 
 Both are settled by one order of all steps of all ranks in which every wait comes after its signals. Each rank
 issues its own part of it: then even a rank whose streams all share one queue cannot block the others.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from tide.kernels import place as placing
 from tide.kernels import switch_reduce as switched
 from tide.kernels.build import Variant
 from tide.kernels.launch import Tuning, prepare, scratch_size, with_scratch
-from tide.kernels.segments import Block, Division, make_table
+from tide.kernels.segments import Block, Division, Table, make_chain, make_table
 from tide.kernels.tiles import factors
 from tide.torch_types import to_torch
 from tide.transport.cuda.bases import EVERYWHERE, Bases, Int64s, Located
@@ -42,6 +43,15 @@ class _Job:
     division: Division
     blocks: Sequence[tuple[Block, tuple[int, ...]]]  # addresses are offsets; base of each operand
     final: bool
+    steps: tuple[int, ...] = ()  # of a chain: blocks of each step
+    counters: tuple[int, ...] = ()  # and address of each step's counter, 0 for none
+
+    def table(self, blocks: Sequence[Block]) -> Table:
+        """Table or chain for these blocks."""
+        if not self.steps:
+            return make_table(blocks, self.division)
+        rest = iter(blocks)
+        return make_chain([list(islice(rest, number)) for number in self.steps], self.division, self.counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +81,41 @@ def place_jobs(step: Place, bases: Bases, tuning: Tuning) -> list[_Job]:
     jobs = []
     for (src, dst), casts in groups.items():
         variant, sizes = placing.variant_of(to_torch(src), to_torch(dst), tuning)
-        parts = to_torch(dst).itemsize // sizes[0]
-        pairs = [
-            _block(cast.runs, cast.count * parts, (bases.locate(cast.dst), bases.locate(cast.src)), sizes, item)
-            for item, cast in enumerate(casts)
-        ]
+        pairs = _cast_blocks(casts, bases, sizes)
         division = placing.division_of(sizes, tuning)
         jobs.append(_Job(lambda mode, chosen=variant: chosen, division, pairs, False))  # type: ignore[misc]
     return jobs
+
+
+def chain_job(steps: Sequence[Place], counters: Sequence[int], bases: Bases, tuning: Tuning) -> _Job:
+    """One launch of several Place steps, all of one pair of element types.
+
+    Parameters
+    ----------
+    steps : sequence of Place
+        In order.
+    counters : sequence of int
+        Address of the word in which programs count each step, 0 for none.
+    bases : Bases
+        Numbers of the buffers.
+    tuning : Tuning
+        How casts are cut.
+    """
+    first = steps[0].casts[0]
+    variant, sizes = placing.variant_of(to_torch(first.src_dtype), to_torch(first.dst_dtype), tuning, chain=True)
+    pairs = [pair for step in steps for pair in _cast_blocks(step.casts, bases, sizes)]
+    lengths = tuple(len(step.casts) for step in steps)
+    division = placing.division_of(sizes, tuning)
+    return _Job(lambda mode: variant, division, pairs, False, lengths, tuple(counters))
+
+
+def _cast_blocks(casts: Sequence[Cast], bases: Bases, sizes: tuple[int, int]) -> list[tuple[Block, tuple[int, ...]]]:
+    """Blocks of casts of one pair of element types, which a variant takes to have these sizes."""
+    parts = to_torch(casts[0].dst_dtype).itemsize // sizes[0]
+    return [
+        _block(cast.runs, cast.count * parts, (bases.locate(cast.dst), bases.locate(cast.src)), sizes, item)
+        for item, cast in enumerate(casts)
+    ]
 
 
 def accumulate_jobs(step: Accumulate, bases: Bases, ctas: int, ranks: Sequence[int] | None = None) -> list[_Job]:
@@ -204,8 +241,8 @@ class LaunchSet:
                 blocks = [
                     replace(block, addresses=tuple(row)) for (block, _), row in zip(job.blocks, moved, strict=True)
                 ]
-                table = make_table(blocks, job.division)
-                if not any(table.tiles):
+                table = job.table(blocks)
+                if not any(table.tiles) and not job.steps:  # a chain's counters are awaited all the same
                     continue
                 length = -(-len(table.words) // _ALIGN_WORDS) * _ALIGN_WORDS
                 words.append(np.pad(table.words, (0, length - len(table.words))))
@@ -224,6 +261,11 @@ class LaunchSet:
         self._positions, self._bases = joined(positions), joined(numbers)
         self._offsets, self._units = joined(offsets), joined(units)
         self.memory = torch.empty(max(cursor, 1), dtype=torch.int64, device=self.device)
+
+    def programs(self, step: int) -> int:
+        """Programs of a step's only launch."""
+        (launch,) = self.launches[step]
+        return launch.programs
 
     def starts(self, step: int, scale: float, divisor: float) -> list[Callable[[int], None]]:
         """Functions of a stream that carry a step out, compiled and loaded."""

@@ -46,6 +46,9 @@ class Settings:
     multicast : str
         How steps that need the switch are carried out: ``"switch"``, or ``"standin"``, by copies to each peer and by
         sums over the peers' memory in rank order: the same programs on GPUs without multicast, for tests.
+    fused_casts : bool
+        Cast all pieces of a shard in one launch, which counts in words of this rank's own what it has done, instead
+        of by one launch and event each.
     """
 
     place_ctas: int = PLACE_CTAS
@@ -55,6 +58,7 @@ class Settings:
     wire_signals: str = "nccl"
     communicators: int = 4
     multicast: str = "switch"
+    fused_casts: bool = True
 
     def __post_init__(self) -> None:
         if self.signals not in ("auto", "write", "copy"):

@@ -36,7 +36,7 @@ from tide.transport.cuda.operations import Device
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
 from tide.transport.cuda.wire import Wire, crossing_units, needs_of
-from tide.transport.cuda.words import MASK, STRIDE, VALUES, Words, value_table
+from tide.transport.cuda.words import COUNTERS, MASK, STRIDE, VALUES, Counters, Words, value_table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,9 +79,9 @@ def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: 
 
 
 def arena_bytes(compiled: Compiled) -> tuple[int, int]:
-    """Bytes of the arena with the peers' abort words and the table of counter values, and where that begins."""
+    """Bytes of the arena with abort words, counter values and own counters, and where the last two begin."""
     table = compiled.arena.size + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
-    return table + align(4 * VALUES, AREA_ALIGNMENT), table
+    return table + align(4 * (VALUES + COUNTERS), AREA_ALIGNMENT), table
 
 
 def _wire(arena: Arena, compiled: Compiled, words: Words, values: int, settings: Settings) -> Wire | None:
@@ -152,8 +152,9 @@ class CudaTransport(Transport):
         self.abort_offset, self.abort_words = compiled.arena.size, compiled.arena.world_size
         self.broken: str | None = None
         self.value_table = arena.addresses[rank] + arena_bytes(compiled)[1]
-        table = torch.from_numpy(value_table().astype("int64"))
-        tensor_at(self.value_table, VALUES, torch.int32, device, arena.owner).copy_(table)
+        table = torch.zeros(VALUES + COUNTERS, dtype=torch.int64)
+        table[:VALUES] = torch.from_numpy(value_table().astype("int64"))
+        tensor_at(self.value_table, len(table), torch.int32, device, arena.owner).copy_(table)
         self.write_to_peers = settings.signals == "write" or (
             settings.signals == "auto" and driver.version < NO_PEER_WRITES
         )
@@ -172,6 +173,7 @@ class CudaTransport(Transport):
             wait_flags=driver.wait_flags,
             place=replace(place.DEFAULT, ctas=settings.place_ctas),
             accumulate_ctas=settings.accumulate_ctas,
+            counters=Counters(self.value_table + 4 * VALUES) if settings.fused_casts else None,
             wire=self.wire,
             record=self._record,
             multicast=arena.multicast,

@@ -5,6 +5,9 @@ that it has given so far. Numbers are held modulo 2**14 and stored in the upper 
 driver's wait compares such words cyclically, so a counter may wrap around as long as signals and waits are less
 than 2**13 apart (credits keep them within a few). That makes a table of all values small enough to exist once on
 every device, and a signal becomes one copy of four bytes from the table to the peer.
+
+A launch that carries out several steps tells this rank's other streams how far it is by counters of its own
+(:class:`Counters`), in which its programs count.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from tide.errors import TransportError
 
 #: Counters are kept modulo this many.
 VALUES = 1 << 14
+#: Words in which programs of a launch count, beside the table of values.
+COUNTERS = 1 << 12
 #: Distance of two successive values in a 32-bit word.
 STRIDE = (1 << 32) // VALUES
 MASK = (1 << 32) - 1
@@ -83,6 +88,45 @@ class Words:
         Used to set streams free after a failure. Credits are left out: a larger value than needed does no harm.
         """
         return {index: encode(self.consumed[index]) for index in indices}
+
+
+class Counters:
+    """Words of this rank's own in which the programs of a launch count the steps that they have done.
+
+    They are never reset: launches of one lowered program follow each other, so a step of a launch is done once its
+    word has reached what all launches so far add. A word may wrap around: the driver compares cyclically, and the
+    launches under way add less than 2**31. Words of a program that is given up go on where they are.
+
+    Parameters
+    ----------
+    address : int
+        Of the first word.
+
+    Attributes
+    ----------
+    totals : list of int
+        What the launches issued so far add to each word, from zeros on.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self.totals = [0] * COUNTERS
+        self._free = list(range(COUNTERS))
+
+    def take(self, number: int) -> list[int] | None:
+        """Numbers of so many words that nobody uses; None if there are not enough."""
+        if number > len(self._free):
+            return None
+        taken, self._free = self._free[:number], self._free[number:]
+        return taken
+
+    def give_back(self, taken: Iterable[int]) -> None:
+        """Lets others use words, once all that was issued on them has ended."""
+        self._free.extend(taken)
+
+    def address(self, number: int) -> int:
+        """Of a word."""
+        return self._address + 4 * number
 
 
 def check_distance(count: int, what: str) -> None:
