@@ -62,20 +62,21 @@ def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: 
         If copies are asked for between real nodes.
     """
     topology = compiled.topology
+    switched = topology.nodes if multicast else 0
     node = topology.node_of(rank)
     real = topology.nodes > 1 and not topology.virtual
     reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
     if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
-        return Request(reachable, multicast=multicast)
+        return Request(reachable, multicast=switched)
     if settings.puts == "copy":
         if real:
             raise CapabilityError(
                 f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
                 "Topology(..., virtual=True) where all ranks are on one machine"
             )
-        return Request(reachable, multicast=multicast)
+        return Request(reachable, multicast=switched)
     needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
-    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=multicast)
+    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=switched)
 
 
 def arena_bytes(compiled: Compiled) -> tuple[int, int]:
