@@ -514,6 +514,11 @@ class CudaTransport(Transport):
 
     # Failing and closing -----------------------------------------------------------------------
 
+    @property
+    def failure(self) -> str | None:
+        """What broke the transport."""
+        return self.broken
+
     def fail(self, message: str) -> None:
         """Marks the transport broken; the first reason stays."""
         if self.broken is None:
@@ -539,8 +544,10 @@ class CudaTransport(Transport):
             stuck = bool(self.outstanding())
             self.watchdog.stop()
             self._storages.clear()
-            if stuck:
-                return  # the device does not answer: destroying its streams would block for ever
+            if stuck or self.broken is not None:
+                # The device may not answer, and destroying its streams would block for ever. Peers that come late
+                # may still write here, and those that are gone never join in ending a communicator.
+                return
             events = [*self._pool, *self._vacated.values(), *self._own.values()]
             for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()
