@@ -63,7 +63,7 @@ def test_everything_announced_resolves() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("module", ["tide", "tide.compiler", "tide.plan"])
+@pytest.mark.parametrize("module", ["tide", "tide.compiler", "tide.planning"])
 def test_import_does_not_load_torch(module: str) -> None:
     heavy = "{'torch', 'triton'}"
     done = _python(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))")

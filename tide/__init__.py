@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tide.compiler.options import PlanOptions
 from tide.errors import TideError
 from tide.nccl_library import use_nccl
-from tide.plan import Plan, compile_plan, load_plan
+from tide.plan import Plan
+from tide.planning import compile_plan, load_plan
 from tide.topology import Topology
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any
 
 from tide.compiler.options import PlanOptions, with_prefetch
 from tide.errors import InputError, TideError
-from tide.plan import Plan, compile_plan, load_plan
+from tide.plan import Plan
+from tide.planning import compile_plan, load_plan
 from tide.topology import PRESETS, Topology
 
 _EXAMPLES = """examples:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_state as fsdp_state
 from torch.distributed.tensor import Shard
 
 import tide
 from tide.compiler.compile import Compiled
-from tide.errors import AttachError, CapabilityError, InputError, SlotError
+from tide.errors import AttachError, CapabilityError, InputError, PeerError, SlotError
 from tide.fsdp import introspect, seam
 from tide.transport import open_transport
 
@@ -476,6 +479,55 @@ def interrupted(rank: int, world: int) -> None:
         train(s, rank, range(2, 4))
     same(stock, side, "after an exception")
     tide.detach(side.model)
+
+
+def _break_off(side: Side, rank: int, where: str, act: Any) -> str:
+    """A step in which rank 1 does something before its second block; the error of the others."""
+    layer = side.model.layers[1]
+    if where == "forward":
+        hook = layer.register_forward_pre_hook(lambda *_: act() if rank == 1 else None)
+    else:
+        hook = layer.register_forward_hook(
+            lambda module, args, out: (out.register_hook(lambda grad: act() if rank == 1 else None), out)[1]
+        )
+    try:
+        train(side, rank, range(90, 91))
+    except PeerError as error:
+        return str(error)
+    finally:
+        hook.remove()
+    raise AssertionError("the step went through")
+
+
+def failed(rank: int, world: int) -> None:
+    """A rank comes too late, all detach in the middle of the step, train on with stock FSDP2, and attach again."""
+    stock, side = fresh(mp_policy=MIXED), fresh(mp_policy=MIXED)
+    for where in ("forward", "backward, as before torch 2.13"):
+        if where.endswith("2.13") and hasattr(fsdp_state.FSDPState, "_reset_iter_state"):
+            del fsdp_state.FSDPState._reset_iter_state
+        tide.attach(side.model, transport=lambda c, r: open_transport("host", c, r, timeout=0.5), debug=True)
+        for s in (stock, side):
+            train(s, rank, range(2))
+        assert "rank 1" in _break_off(side, rank, where.split(",")[0], lambda: time.sleep(1.0))
+        tide.detach(side.model)
+        side.optimizer.zero_grad()
+        dist.barrier()
+        for s in (stock, side):
+            train(s, rank, range(2, 4))
+        same(stock, side, f"after a failure in {where}")
+
+
+def killed(rank: int, world: int) -> str:
+    """A rank dies in backward; the other one detaches without it, and has its shards."""
+    side = fresh(mp_policy=MIXED)
+    tide.attach(side.model)
+    train(side, rank, range(1))
+    before = {name: held.clone() for name, held in introspect.local_shards(side.model).items()}
+    told = _break_off(side, rank, "backward", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    tide.detach(side.model)
+    for name, held in introspect.local_shards(side.model).items():
+        compare(f"shard of {name}", before[name], held)
+    return told
 
 
 def own_transport(rank: int, world: int) -> list[str]:

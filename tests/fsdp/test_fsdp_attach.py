@@ -72,6 +72,14 @@ def test_step_that_was_interrupted() -> None:
     run_ranks(jobs.interrupted, 2)
 
 
+def test_detach_in_a_step_that_failed() -> None:
+    run_ranks(jobs.failed, 2)
+
+
+def test_detach_after_a_rank_was_killed() -> None:
+    assert "rank 1" in run_ranks(jobs.killed, 2, may_die=(1,))[0]
+
+
 def test_transport_of_the_users_own() -> None:
     one, other = run_ranks(jobs.own_transport, 2)
     assert one == other

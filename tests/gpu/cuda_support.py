@@ -36,8 +36,8 @@ from tide.transport.cuda.words import MASK, reached
 Run = Callable[[], bool]
 
 
-#: Addresses from here on are multicast addresses.
-MULTICAST = 1 << 60
+#: Addresses from here on are multicast addresses, those of each node in a range of its own.
+MULTICAST, MULTICAST_RANGE = 1 << 60, 1 << 48
 
 
 def word_at(address: int) -> int:
@@ -65,8 +65,8 @@ class Machine:
         self.handles = itertools.count(1)
         self.current = 0
         self.operations = 0
-        #: Where each rank's multicast address leads: arenas of all ranks of its node.
-        self.reached: dict[int, list[int]] = {}
+        #: Each rank's multicast address, and where it leads: arenas of all ranks of its node.
+        self.reached: dict[int, tuple[int, list[int]]] = {}
         #: Streams that go on only when no other can.
         self.last: set[int] = set()
 
@@ -74,7 +74,9 @@ class Machine:
         """Addresses that an address of ``rank`` stands for: several behind a multicast address."""
         if address < MULTICAST:
             return [address]
-        return [arena + address - MULTICAST for arena in self.reached[rank]]
+        start, arenas = self.reached[rank]
+        assert 0 <= address - start < MULTICAST_RANGE, "the multicast address of another node"
+        return [arena + address - start for arena in arenas]
 
     def put(self, rank: int, stream: int, run: Run) -> int:
         """Issues an operation."""
@@ -560,10 +562,12 @@ class Cluster:
         for rank in range(world):
             driver = FakeDriver(machine, rank, batches)
             request = arena_request(compiled, rank, settings)
-            node = [r for r in range(world) if compiled.topology.node_of(r) == compiled.topology.node_of(rank)]
-            machine.reached[rank] = [addresses[r] for r in node]
+            number = compiled.topology.node_of(rank)
+            node = [addresses[r] for r in range(world) if compiled.topology.node_of(r) == number]
+            multicast = MULTICAST + number * MULTICAST_RANGE
+            machine.reached[rank] = multicast, node
             mapped = {peer: addresses[peer] for peer in request.reachable}
-            arena = Arena("fake", mapped, self.memory, lambda: None, multicast=MULTICAST)
+            arena = Arena("fake", mapped, self.memory, lambda: None, multicast=multicast)
             if request.needs is not None:
                 self.nccl.append(FakeNccl(machine, rank, addresses, counters, request.needs, serial))
                 arena.window = self.nccl[-1]  # type: ignore[assignment]

@@ -26,7 +26,14 @@ OPTIONS = PlanOptions(
 )
 SHAPES = {"a": (48, 48), "b": (37, 50), "c": (5,), "d": (3,)}
 OUT_DTYPES = {"b": "bfloat16"}
-TOPOLOGIES = [Topology(1, 2), Topology(1, 4), Topology(2, 2, virtual=True), Topology(3, 2, virtual=True)]
+#: The nodes of the last ones are real: puts are NCCL's, and nothing else reaches another node.
+NODES = [Topology(2, 2, virtual=True), Topology(3, 2, virtual=True), Topology(2, 2), Topology(2, 4)]
+TOPOLOGIES = [Topology(1, 2), Topology(1, 4), *NODES]
+
+
+def settings_for(topology: Topology, multicast: str) -> Settings:
+    real = topology.nodes > 1 and not topology.virtual
+    return Settings(4, 4, puts="nccl" if real else "copy", multicast=multicast)
 
 
 def compiled_for(topology: Topology) -> Compiled:
@@ -80,14 +87,14 @@ def reduce(made: Cluster, turn: int) -> None:
             assert torch.equal(outs[i].flatten(), expected[rank].flatten()), f"rank {rank}, {p.name}"
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 2, virtual=True), Topology(3, 2, virtual=True)], ids=str)
+@pytest.mark.parametrize("topology", NODES, ids=str)
 @pytest.mark.parametrize("multicast", ["switch", "standin"])
 @pytest.mark.parametrize("seed", range(2))
 def test_sums_through_address_and_stand_in(topology: Topology, multicast: str, seed: int) -> None:
     """The sum kernel reads the multicast address of the fake machine, or the accumulate kernel all peers' memory."""
     compiled = compiled_for(topology)
     assert compiled.spread == {"u"}
-    with cluster(compiled, Machine(seed), settings=Settings(4, 4, multicast=multicast)) as made:
+    with cluster(compiled, Machine(seed), settings=settings_for(topology, multicast)) as made:
         for turn in range(3):
             reduce(made, turn)
         kernels = {
@@ -105,7 +112,7 @@ def test_sums_through_address_and_stand_in(topology: Topology, multicast: str, s
 @pytest.mark.parametrize("seed", range(3))
 def test_gathers_through_address_and_stand_in(topology: Topology, multicast: str, seed: int) -> None:
     """The multicast address of the fake machine writes to every rank of the node, the sender too."""
-    with cluster(compiled_for(topology), Machine(seed), settings=Settings(4, 4, multicast=multicast)) as made:
+    with cluster(compiled_for(topology), Machine(seed), settings=settings_for(topology, multicast)) as made:
         for turn in range(3):
             gather(made, turn)
         written = {

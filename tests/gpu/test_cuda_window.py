@@ -20,6 +20,7 @@ import tide
 from ranks import run_ranks
 from tide import nccl_library
 from tide.errors import CapabilityError, InputError, PeerError, TransportError
+from tide.multicast import OFF
 from tide.transport.cuda import arena as arena_module
 from tide.transport.cuda import nccl
 from tide.transport.cuda.arena import Arena, Request, open_arena
@@ -34,9 +35,17 @@ class FakeLibrary:
     origin = "a test"
 
     def __init__(
-        self, version: int = 23203, rma: bool = True, window: bool = True, fails: str = "", hangs: str = ""
+        self,
+        version: int = 23203,
+        rma: bool = True,
+        window: bool = True,
+        fails: str = "",
+        hangs: str = "",
+        teams: int = 1,
+        switch: bool = True,
     ) -> None:
         self.version, self.rma, self.window, self.fails, self.hangs = version, rma, window, fails, hangs
+        self.teams, self.switch = teams, switch
         self.calls: list[str] = []
         self.configs: list[nccl.Config] = []
 
@@ -65,11 +74,13 @@ class FakeLibrary:
             self.configs.append(nccl.Config.from_buffer_copy(arguments[4]._obj))
         if name == "ncclCommQueryProperties":
             arguments[1]._obj.hostRmaSupport = self.rma
-            arguments[1]._obj.nLsaTeams = 1
+            arguments[1]._obj.nLsaTeams = self.teams
         if name == "ncclCommWindowRegister":
             arguments[3]._obj.value = 77 if self.window else None
         if name == "ncclGetPeerDevicePointer":
             arguments[3]._obj.value = 1 << 20 | arguments[2]
+        if name == "ncclGetLsaMultimemDevicePointer" and self.switch:
+            arguments[2]._obj.value = 1 << 40
 
 
 def opens(
@@ -79,12 +90,16 @@ def opens(
     required: bool,
     needs: WireNeeds | None,
     timeout: float = 20.0,
+    nodes: int = 0,
 ) -> tuple[str, Any]:
-    """What a rank gets: the notes and calls, or the error's text; another provider stands for torch's."""
+    """What a rank gets: the notes and calls, or the error's text and the calls; another provider is torch's."""
+    if nodes:
+        for name in OFF:  # the library is a fake: no multicast object is made
+            os.environ.pop(name, None)
     library: Any = FakeLibrary(**behaviour.get(rank, {}))
     nccl._loaded = library
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    arena_module._probe_torch = lambda device, multicast: None
+    arena_module._probe_torch = lambda device, multicast: "no multicast" if multicast else None
     arena_module._open_torch = lambda *a: Arena("stand-in", {0: 0}, None, lambda: None)
     records: list[str] = []
     handler = logging.Handler()
@@ -92,10 +107,10 @@ def opens(
     logging.getLogger("tide").addHandler(handler)
     group = torch.distributed.group.WORLD
     try:
-        request = Request(range(rank + 1), needs, required)
+        request = Request(range(rank + 1), needs, required, nodes)
         arena = open_arena(4096, rank, torch.device("cpu"), group, group, timeout, None, request)
     except (CapabilityError, PeerError) as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, {"error": str(error), "calls": list(library.calls)} if nodes else str(error)
     arena.close()
     configs = [(c.size, c.version, c.numRmaCtx, c.numRmaSig, c.CTAPolicy) for c in library.configs]
     return arena.provider, {
@@ -105,6 +120,7 @@ def opens(
         "said": records,
         "window": arena.window is not None,
         "addresses": dict(arena.addresses),
+        "multicast": arena.multicast,
     }
 
 
@@ -172,6 +188,33 @@ def test_virtual_nodes_fall_back_and_say_so_once(case: str) -> None:
     (said,) = found[0][1]["said"]
     assert "steps between virtual nodes run as copies" in said
     assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("nodes", "teams", "needs"),
+    [(1, (1, 1), None), (2, (2, 2), NEEDS), (2, (1, 1), NEEDS), (1, (2, 2), None), (2, (2, 1), NEEDS)],
+    ids=["one", "two", "domain of two nodes", "node of two domains", "ranks differ"],
+)
+def test_multicast_addresses_are_of_domains_that_are_nodes(
+    nodes: int, teams: tuple[int, int], needs: WireNeeds | None
+) -> None:
+    """NCCL is asked for the address on every rank, or on none."""
+    behaviour = {rank: {"teams": count} for rank, count in enumerate(teams)}
+    for provider, found in run_ranks(opens, 2, behaviour, True, needs, 20.0, nodes):
+        if teams == (nodes, nodes):
+            assert provider == "NCCL window"
+            assert found["multicast"] == 1 << 40
+            continue
+        assert provider == "CapabilityError"
+        assert "ncclGetLsaMultimemDevicePointer" not in found["calls"]
+        said = f"NCCL sees {teams[0]} NVLink domain(s) where the plan has {nodes} node(s)"
+        assert (said if teams[0] == teams[1] else "LSA teams: 2 on rank 0; 1 on rank 1") in found["error"]
+
+
+def test_a_switch_without_multicast_is_every_ranks_error() -> None:
+    for kind, found in run_ranks(opens, 2, {1: {"switch": False}}, True, NEEDS, 20.0, 1):
+        assert kind == "CapabilityError"
+        assert "the ranks' GPUs have no NVSwitch with NVLS (rank 1)" in found["error"]
 
 
 # Loading ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import tide
+from tide.compiler.compile import compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read import Policy, read
@@ -103,6 +104,16 @@ def test_the_rank_with_most_counts() -> None:
     least = int(re.search(r"memory_limit=(\d+)", str(told.value))[1])  # type: ignore[index]
     fitted = fit(spec, Topology(1, 4), PlanOptions(slots=2), least)
     assert memory(fitted.compiled, 0).tide < memory(fitted.compiled, 2).tide == least
+
+
+@pytest.mark.parametrize(("depth", "room"), [(2, "2 pieces"), (1, "one piece")])
+def test_receive_depth_is_given_up_position_by_position(depth: int, room: str) -> None:
+    unit = Unit("u", (Parameter("w", (2048, 2048)),), Mesh(((0, 1, 2, 3),)))
+    options = PlanOptions(slots=1, route="pull", chunk_bytes=1 << 18, receive_depth=3)
+    spec, topology = ModelSpec((unit,), "one unit"), Topology(1, 4)
+    needed = memory(compile_spec(spec, topology, replace(options, receive_depth=depth)), 0).tide
+    remarks = fit(spec, topology, options, needed).remarks
+    assert remarks[0] == f"receive_depth: 3 → {depth}, there is room for {room} of each peer"
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "1GiB"])

@@ -59,9 +59,8 @@ class PlanOptions:
         Across nodes: ``"on"`` spreads the other nodes' partial sums over the ranks of the owner's node and sums them
         in the switch; ``"auto"`` does so where the cost model finds it faster (small units) and the switch can. For
         units that are sharded over all ranks, with ``wire_dtype="float32"``. The order of summation is the switch's
-        then, and the bits of a result may differ from switch to switch. The CUDA transport refuses such plans: its
-        multicast address reaches the ranks of one real node only, so sums across nodes run through their stand-in,
-        on CPU ranks and in simulation.
+        then, and the bits of a result may differ from switch to switch. The CUDA transport wants real nodes that are
+        NCCL's NVLink domains; virtual ones run through the stand-in.
     padded_storage : bool
         Give every parameter FSDP2's padded size (needed where FSDP2 slices the padding).
     """

@@ -12,19 +12,29 @@ sound orders are tried and the smallest result is taken:
 * by the start, with slots of the sizes that are the least there can be (`least_bytes`) to begin with;
 * by the start within classes of size, each within a factor of two.
 
+In each of them the units of two slots are then divided anew where that makes the smaller one smaller still, pair by
+pair. Of 2,000 random sequences of up to 14 units, all but four then take the least room there is (by exhaustive
+search).
+
 Of the k-th largest units that are whole at once, the largest over all moments is the least that the k-th largest
-slot can be; their sum is a bound from below.
+slot can be; their sum is a bound from below. Over 40,000 such sequences, nested up to three deep, and 9,000 of up to
+30 units, nested up to six deep, the result was never more than one largest slot above it. One largest slot above
+what is whole at once is not always to be had: with three modules gathered ahead or more, about one of 20,000 of the
+former takes more, for some even at the best, as a slot for good has to serve the forward and the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 from tide.compiler.liveness import Interval, Moment, live_intervals, moments
 from tide.compiler.model import Mesh, ModelSpec, Unit
 from tide.compiler.options import PlanOptions
 
 _Slots = list[list[Unit]]
+#: Passes over all pairs of slots.
+ROUNDS = 8
 
 
 def assign_slots(spec: ModelSpec, sizes: Mapping[str, int], options: PlanOptions) -> list[tuple[str, ...]]:
@@ -47,7 +57,8 @@ def assign_slots(spec: ModelSpec, sizes: Mapping[str, int], options: PlanOptions
         step = moments(spec.units, options.slots - 1)
         apart = _apart(live_intervals(spec.units, step), spec.apart)
         for alike in _by_mesh(units):
-            found = _candidates(alike, sizes, _least(alike, sizes, step), apart)
+            least = _least(alike, sizes, step)
+            found = [_improved(slots, sizes, apart, sum(least)) for slots in _candidates(alike, sizes, least, apart)]
             best = min(found, key=lambda slots: (_total(slots, sizes), len(slots)))
             shared += [tuple(unit.name for unit in slot) for slot in best]
     place = {unit.name: order for order, unit in enumerate(spec.units)}
@@ -119,6 +130,48 @@ def _candidates(
         classes.setdefault(sizes[unit.name].bit_length(), []).append(unit)
     by_class = [slot for alike in classes.values() for slot in _fit(alike, sizes, apart)]
     return [_fit(units, sizes, apart), _fit(by_size, sizes, apart), _fit(units, sizes, apart, least), by_class]
+
+
+def _improved(slots: _Slots, sizes: Mapping[str, int], apart: Mapping[str, set[str]], least: int) -> _Slots:
+    """Divides the units of two slots anew, pair after pair, as long as it helps; at most `ROUNDS` times over all."""
+    total = _total(slots, sizes)
+    for _ in range(ROUNDS):
+        before = total
+        if before == least:
+            break
+        slots = sorted(slots, key=lambda slot: -max(sizes[unit.name] for unit in slot))
+        for first, second in combinations(range(len(slots)), 2):
+            slots[first], slots[second] = _divided(slots[first], slots[second], sizes, apart)
+        slots = [slot for slot in slots if slot]
+        total = _total(slots, sizes)
+        if total == before:
+            break
+    return slots
+
+
+def _divided(
+    one: list[Unit], other: list[Unit], sizes: Mapping[str, int], apart: Mapping[str, set[str]]
+) -> tuple[list[Unit], list[Unit]]:
+    """The units of two slots so that the larger slot is as large as it has to be, and the other as small as it can be.
+
+    Units that are tied by being whole at the same time, directly or through others, are of two kinds, those of each
+    slot; which kind goes where is free for every such set.
+    """
+    larger: list[Unit] = []
+    smaller: list[Unit] = []
+    left = {unit.name: (unit, side) for side, slot in enumerate((one, other)) for unit in slot}
+    while left:
+        name, found = next(iter(left)), []
+        reached = [left.pop(name)]
+        while reached:
+            unit, side = reached.pop()
+            found.append((unit, side))
+            reached += [left.pop(near) for near in sorted(apart[unit.name] & left.keys())]
+        kinds = [[unit for unit, side in found if side == of] for of in (0, 1)]
+        kinds.sort(key=lambda kind: max((sizes[unit.name] for unit in kind), default=0))
+        smaller += kinds[0]
+        larger += kinds[1]
+    return larger, smaller
 
 
 def _fit(

@@ -18,7 +18,7 @@ from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError, InputError
-from tide.fsdp import early, introspect, seam, versions
+from tide.fsdp import early, introspect, recovery, seam, versions
 from tide.fsdp.configuration import fingerprint, slots_for, why_not
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
@@ -133,6 +133,12 @@ def attach(
 def detach(model: torch.nn.Module) -> None:
     """Gives ``model`` back to stock FSDP2. Collective over all ranks; does nothing if it is not attached.
 
+    After a failed collective (`PeerError`) each rank can call it alone, in the middle of the step too. The step is
+    given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
+    Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
+    others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
+    again.
+
     Raises
     ------
     AttachError
@@ -214,7 +220,10 @@ class Attachment:
         """Gives the model back to stock FSDP2; see :func:`detach`. Idempotent."""
         if not self.attached:
             return
-        if any(introspect.is_busy(reading.wrapped.state) for reading in self._readings):
+        failure = None if self._session is None else self._session.transport.failure
+        if failure is not None:
+            self._give_up_step(failure)
+        elif any(introspect.is_busy(reading.wrapped.state) for reading in self._readings):
             raise AttachError(
                 "a forward or backward pass is under way; detach between steps (after an exception in a step, "
                 "reset_iter_state() of torch 2.13 and later ends it)"
@@ -224,6 +233,18 @@ class Attachment:
         self._unwatch()
         self._unbind()
         self._uninstall()
+
+    def _give_up_step(self, failure: str) -> None:
+        """Ends the step in which a collective failed, as no later one can be run."""
+        assert self._session is not None
+        self._session.poison = False  # waits for peers
+        recovery.give_up_step(introspect.wrapped_modules(self._model))
+        logger.warning(
+            "rank %d detaches after a failure and gives up the step: call optimizer.zero_grad() before the next one, "
+            "and make sure that all ranks are at the same step; if one has died, save the shards and start again. %s",
+            dist.get_rank(),
+            failure,
+        )
 
     def report(self) -> str:
         """What runs on TIDE, what runs stock and why, and what has been done so far."""
@@ -341,7 +362,7 @@ class Attachment:
         session, self._session, self.compiled, self._units = self._session, None, None, {}
         if session is None:
             return
-        if devices - {"cpu"}:
+        if devices - {"cpu"} and session.transport.failure is None:  # else it stays mapped, and not all would come
             # Peers' copies from this rank's memory are on their devices' streams, of which this one knows nothing.
             torch.accelerator.synchronize()
             dist.barrier()

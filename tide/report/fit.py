@@ -159,13 +159,17 @@ def _ahead(options: PlanOptions) -> str:
     return "nothing is" if count == 0 else "1 module is" if count == 1 else f"{count} modules are"
 
 
+def _pieces(depth: int) -> str:
+    return "one piece" if depth == 1 else f"{depth} pieces"
+
+
 def _remarks(start: _Candidate, best: _Candidate, limit: int) -> tuple[str, ...]:
     before, after = start.options, best.options
     why = {
         "slots": f"{_ahead(after)} gathered ahead, not {before.prefetch}",
         "slot_reuse": "the reduce-scatter receives into the unit's own slot",
         "chunk_bytes": "gradients travel in smaller pieces",
-        "receive_depth": "one piece at a time is received",
+        "receive_depth": f"there is room for {_pieces(after.receive_depth)} of each peer",
     }
     if before.slots is None and after.slots is not None:
         why["slots"] = f"units share slots, and {_ahead(after)} gathered ahead"

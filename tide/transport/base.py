@@ -121,6 +121,11 @@ class Transport(ABC):
         return ()
 
     @property
+    def failure(self) -> str | None:
+        """What has gone wrong for good: nothing can be run any more. None while all is well."""
+        return None
+
+    @property
     def opened(self) -> str:
         """The transport's name and what its arena is, for reports."""
         return f"transport {self.name}, arena: {dict(self.describe()).get('arena', 'of its own kind')}"

@@ -54,7 +54,7 @@ class Arena:
     window : Window or None
         NCCL's, where it was asked to put.
     multicast : int or None
-        Multicast address of all arenas, where it was asked for.
+        Multicast address of the arenas of this rank's node, where it was asked for.
     seconds : float
         Time that allocation and registration took on this rank.
     """
@@ -81,14 +81,15 @@ class Request:
         What puts between nodes need of NCCL; None where none are wanted.
     required : bool
         Whether the plan cannot run without them.
-    multicast : bool
-        Whether a multicast address is needed, which only windows of NCCL have.
+    multicast : int
+        Nodes that need a multicast address, one each and of all their ranks, which only windows of NCCL have; 0 where
+        none does.
     """
 
     reachable: Collection[int]
     needs: WireNeeds | None = None
     required: bool = False
-    multicast: bool = False
+    multicast: int = 0
 
 
 class _View:
@@ -164,7 +165,7 @@ def open_arena(
     providers: dict[str, _Provider] = {
         "nccl": (nccl.unusable, lambda: window(None)),
         "torch": (
-            lambda: _probe_torch(device, request.multicast),
+            lambda: _probe_torch(device, request.multicast > 0),
             lambda: _open_torch(size, rank, device, group, control, timeout),
         ),
     }
@@ -320,8 +321,12 @@ def _open_nccl(
     window = Window(library, size, rank, dist.get_world_size(control), identities, request.reachable, stage, needs)
     try:
         agree(window.facts, None, control, timeout, "NCCL set-ups")
-        # The call is collective: every rank has its window by now, and nobody uses the address before all have it.
-        multicast = stage("multicast address", window.multicast_address) if request.multicast else None
+        multicast = None
+        if request.multicast:
+            # The second call is collective within a domain: all ranks have found the domains right before the first
+            # of them makes it, and nobody uses the address before all have it.
+            stage("NVLink domains", lambda: window.require_domains(request.multicast))
+            multicast = stage("multicast address", window.multicast_address)
     except TideError:
         window.close()
         raise

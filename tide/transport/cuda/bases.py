@@ -18,7 +18,7 @@ from tide.compiler.place import ArenaLayout
 from tide.compiler.steps import ARENA, Buffer, Region
 from tide.errors import TransportError
 
-#: In place of a rank: the multicast address of all arenas.
+#: In place of a rank: the multicast address of all arenas of this rank's node.
 EVERYWHERE = -1
 
 Int64s = npt.NDArray[np.int64]
@@ -61,7 +61,7 @@ class Bases:
         self._addresses: list[int] = []
 
     def locate(self, region: Region, rank: int | None = None) -> Located:
-        """A region of this rank, or of ``rank``, or of all ranks at once (:data:`EVERYWHERE`).
+        """A region of this rank, or of ``rank``, or of all ranks of the node at once (:data:`EVERYWHERE`).
 
         Raises
         ------

@@ -61,7 +61,7 @@ def _multicast(transport: CudaTransport) -> str:
     if transport.settings.multicast == "standin":
         return "off: stand-in, copies to each peer"
     if transport.arena.multicast is not None:
-        return "on: address from NCCL"
+        return "on: address from NCCL" + (", of its own in each node" if transport.compiled.topology.nodes > 1 else "")
     reason = unavailable(transport.compiled.topology, transport.device)
     return f"off: {reason}" if reason is not None else "off: no program of the plan goes through the switch"
 

@@ -1,6 +1,8 @@
 """Whether the switch's multicast can be used: by the environment, the device, NCCL and the plan's topology.
 
-Nothing here makes a multicast object or asks for a multicast address; only :meth:`tide.transport.cuda.nccl.Window.
+A multicast address reaches the ranks of one NVLink domain, so it serves real nodes that are such domains. Whether
+they are, NCCL tells only once it has a communicator (:meth:`tide.transport.cuda.window.Window.require_domains`).
+Nothing here makes a multicast object or asks for a multicast address; only :meth:`tide.transport.cuda.window.Window.
 multicast_address` does, at the transport's opening, after all ranks have found no reason against it.
 """
 
@@ -49,8 +51,8 @@ def unavailable(topology: Topology, device: torch.device | None = None) -> str |
     """
     if (reason := refusal()) is not None:
         return reason
-    if topology.virtual or topology.nodes > 1:
-        return "a multicast address reaches every rank of the window, so it serves topologies of one real node only"
+    if topology.virtual:
+        return "a multicast address reaches every rank of the machine, so it does not serve virtual nodes"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability(device)

@@ -62,20 +62,21 @@ def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: 
         If copies are asked for between real nodes.
     """
     topology = compiled.topology
+    switched = topology.nodes if multicast else 0
     node = topology.node_of(rank)
     real = topology.nodes > 1 and not topology.virtual
     reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
     if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
-        return Request(reachable, multicast=multicast)
+        return Request(reachable, multicast=switched)
     if settings.puts == "copy":
         if real:
             raise CapabilityError(
                 f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
                 "Topology(..., virtual=True) where all ranks are on one machine"
             )
-        return Request(reachable, multicast=multicast)
+        return Request(reachable, multicast=switched)
     needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
-    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=multicast)
+    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=switched)
 
 
 def arena_bytes(compiled: Compiled) -> tuple[int, int]:
@@ -515,6 +516,11 @@ class CudaTransport(Transport):
 
     # Failing and closing -----------------------------------------------------------------------
 
+    @property
+    def failure(self) -> str | None:
+        """What broke the transport."""
+        return self.broken
+
     def fail(self, message: str) -> None:
         """Marks the transport broken; the first reason stays."""
         if self.broken is None:
@@ -540,8 +546,10 @@ class CudaTransport(Transport):
             stuck = bool(self.outstanding())
             self.watchdog.stop()
             self._storages.clear()
-            if stuck:
-                return  # the device does not answer: destroying its streams would block for ever
+            if stuck or self.broken is not None:
+                # The device may not answer, and destroying its streams would block for ever. Peers that come late
+                # may still write here, and those that are gone never join in ending a communicator.
+                return
             events = [*self._pool, *self._vacated.values(), *self._own.values()]
             for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()

@@ -130,8 +130,7 @@ class Window:
         assert made.value is not None
         self.communicators.append(made.value)
         if needs is not None:
-            found = Properties(library.version)
-            library("ncclCommQueryProperties", made, ctypes.byref(found))
+            found = self._properties(made.value)
             self.facts["host RMA"], self.facts["LSA teams"] = bool(found.hostRmaSupport), found.nLsaTeams
             if not found.hostRmaSupport:
                 raise CapabilityError(
@@ -140,6 +139,11 @@ class Window:
                     "NCCL_RMA_PLUGIN); NCCL_RMA_DISABLE=1, NCCL_NUM_RMA_CTX=0, NCCL_WIN_ENABLE=0 and "
                     "NCCL_CUMEM_ENABLE=0 switch it off"
                 )
+
+    def _properties(self, communicator: int) -> Properties:
+        found = Properties(self.library.version)
+        self.library("ncclCommQueryProperties", ctypes.c_void_p(communicator), ctypes.byref(found))
+        return found
 
     def _register(self) -> None:
         strict = self.needs is not None and self.needs.strict
@@ -172,11 +176,36 @@ class Window:
             )
         return pointer.value
 
+    def require_domains(self, nodes: int) -> None:
+        """Refuses unless NCCL's NVLink domains (its LSA teams) are the plan's nodes, rank for rank.
+
+        The window has addresses of all ranks of the own node, so each node lies in one team. Teams are disjoint and
+        hold all ranks: with as many of them as there are nodes, each is one node and no more.
+
+        Parameters
+        ----------
+        nodes : int
+            Nodes of the plan's topology, which must be real.
+
+        Raises
+        ------
+        CapabilityError
+            If a multicast address would reach other ranks than those of the node.
+        """
+        teams = self._properties(self.communicators[0]).nLsaTeams
+        self.facts["LSA teams"] = teams
+        if teams != nodes:
+            raise CapabilityError(
+                f"NCCL sees {teams} NVLink domain(s) where the plan has {nodes} node(s), and a multicast address "
+                "reaches the ranks of a domain. Compile the plan for the domains (Topology(nodes=...)), or without "
+                "the switch (PlanOptions: multicast='off', switch_reduce='off')"
+            )
+
     def multicast_address(self) -> int:
-        """Address at which a write reaches every rank's memory, and a ``multimem`` read sums it.
+        """Address at which a write reaches every rank's memory in the NVLink domain, and a ``multimem`` read sums it.
 
         Collective, as the first call makes the multicast object; nobody may use the address before all ranks have
-        come back.
+        come back. Which ranks it reaches: :meth:`require_domains`.
 
         Raises
         ------

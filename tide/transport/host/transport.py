@@ -353,6 +353,11 @@ class HostTransport(Transport):
             for peer in range(len(self._segments)):
                 self._doorbells.ring(peer)
 
+    @property
+    def failure(self) -> str | None:
+        """What a collective failed for; every later one fails too."""
+        return self._failure
+
     def _check_usable(self) -> None:
         if self._closed:
             raise TransportError("the host transport has been closed")
