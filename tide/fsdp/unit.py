@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
 from tide.compiler.shard import padded_numel, shard
 from tide.errors import AttachError, SlotError
-from tide.fsdp import introspect, versions
+from tide.fsdp import introspect, streams, versions
 from tide.fsdp.early import EarlyReduction, Part, Terms
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
@@ -68,6 +68,21 @@ class Counts:
         return ", ".join(shown) or "idle"
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where FSDP2 lays the reduced gradients of these parameters, one after the other, in its flat output."""
+
+    indices: tuple[int, ...]
+    sizes: list[int]  # elements, padding included
+    numel: int
+    pads: list[tuple[int, int]]  # [begin, end)
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences are of the very same objects."""
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
 class AttachedUnit:
     """A parameter group whose collectives TIDE carries out.
 
@@ -87,12 +102,17 @@ class AttachedUnit:
         self.counts = Counts()
         self.owners = int(group.mesh_info.shard_mesh_size)
         self._indices = {id(param): index for index, param in enumerate(self.params)}
+        self._every = tuple(range(len(self.params)))
+        #: Those that FSDP2 would cut into chunks and concatenate.
+        self._across = frozenset(i for i, param in enumerate(self.params) if introspect.shard_dim(param) != 0)
         self._storages = [ParamStorage(param, group) for param in self.params]
         self._stock_comm: Any = None
         self._comm = TideReduceScatter(self)
         self._session: Session | None = None
         self._reserved: list[int] = []
         self._padding: list[int] = []
+        self._layout = _Layout((), [], 0, [])
+        self._factors: tuple[tuple[Any, float | None], tuple[float, float]] | None = None
         self._ticket: Ticket | None = None
         self._claim: Ticket | None = None
         self._aside = False
@@ -100,8 +120,9 @@ class AttachedUnit:
         self._forward: tuple[Ticket, tuple[int, ...]] | None = None
         #: Its inputs needed no gradient, so FSDP2 reshards it only at the very end of a backward pass.
         self.ends_late = False
-        self._given: list[tuple[int, torch.Tensor]] = []
+        self._given: tuple[tuple[int, ...], list[torch.Tensor]] = (), []
         self._released: Any = None
+        self._stream: Any = None
         #: Reduces a part of the gradients before backward has ended, if asked to.
         self.early: EarlyReduction | None = None
         self._part: Part | None = None
@@ -135,6 +156,7 @@ class AttachedUnit:
             reserved - int(shard(parameter, self.owners).numel[position])
             for reserved, parameter in zip(self._reserved, parameters, strict=True)
         ]
+        self._layout = self._made_layout(self._every)
         last = len(self._storages) - 1
         for index, storage in enumerate(self._storages):
             memory = session.transport.alias(self.name, index)
@@ -229,14 +251,15 @@ class AttachedUnit:
         if holder is not None and prefetch:
             self.counts.declined += 1
             return None
-        for storage in self._storages:
-            storage.grant()
+        if versions.can_swap():
+            for storage in self._storages:
+                storage.grant()
         if holder is not None:
             self._go_aside(holder)
             return stock()
         if introspect.is_resharded_smaller(self.group):
             # Its input is cut from the whole storage, not the shards that the plan knows: FSDP2 gathers it.
-            with self.on(stream):
+            with streams.on(self.group.device_handle, stream):
                 self._claim = self.session.claim(self.name)
             self.counts.regathered += 1
             return stock()
@@ -246,10 +269,10 @@ class AttachedUnit:
             self.counts.kept += 1
             return versions.delivered(Delivered(kept, shards))
         if self.params[0].offload_to_cpu and self.group.device.type != "cpu":
-            with self.on(copy_in):
+            with streams.on(self.group.device_handle, copy_in):
                 shards = [tensor.to(self.group.device, non_blocking=True) for tensor in shards]
             stream.wait_stream(copy_in)
-        with self.on(stream):
+        with streams.on(self.group.device_handle, stream):
             self._ticket = self.session.all_gather(self.name, shards)
         reusable = self.attachment.reuse_forward and introspect.is_in_forward(self.group)
         self._forward = (self._ticket, self._made_of()) if reusable else None
@@ -298,8 +321,9 @@ class AttachedUnit:
         elif self.session.occupant(self.name) == self.name:
             self.session.release(self.name)
         self._ticket = None
-        for storage in self._storages:
-            storage.withhold()
+        if versions.can_swap():
+            for storage in self._storages:
+                storage.withhold()
 
     def abandon(self) -> None:
         """Gives up an all-gather that nobody has taken up."""
@@ -337,11 +361,6 @@ class AttachedUnit:
         self._aside = True
         self.counts.aside += 1
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context in which a stream is the current one."""
-        context: AbstractContextManager[Any] = self.group.device_handle.stream(stream)
-        return context
-
     # Reduce-scatter ----------------------------------------------------------------------------
 
     @property
@@ -357,20 +376,34 @@ class AttachedUnit:
             for reserved, parameter in zip(self._reserved, self.spec.parameters, strict=True)
         ]
 
-    def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor]) -> Any:
-        """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own."""
+    def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> Any:
+        """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own.
+
+        Parameters
+        ----------
+        stock : callable
+            What FSDP2 would do itself.
+        params : sequence of FSDPParam
+            Those that have a gradient.
+        grads : list of Tensor
+            Whole gradients; FSDP2 empties the list.
+        stream : Stream
+            Where FSDP2 sums them.
+        """
         if not self.reduces:
             return stock()
         self._comm.reset()
-        self._given = [(self._indices[id(param)], grad) for param, grad in zip(params, grads, strict=True)]
-        self._part = None if self.early is None else self.early.take(self._given)
-        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if introspect.shard_dim(param) != 0:
-                grads[position] = WholeGradient(grad)
+        indices = self._every if _same(params, self.params) else tuple(self._indices[id(param)] for param in params)
+        self._given, self._stream = (indices, list(grads)), stream
+        self._part = None if self.early is None else self.early.take(list(zip(indices, grads, strict=True)))
+        if self._across:
+            for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+                if index in self._across:
+                    grads[position] = WholeGradient(grad)
         try:
             result = stock()
         finally:
-            self._given, self._part = [], None
+            self._given, self._part, self._stream = ((), []), None, None
             released, self._released = self._released, None
         return result if released is None else versions.with_inputs_event(result, released)
 
@@ -380,72 +413,88 @@ class AttachedUnit:
             terms = self._part.terms
             if (terms.numel, terms.dtype, terms.device) == (numel, dtype, device):
                 return self._part.output
-        return self.flat_output([index for index, _ in self._in_order(flat)], numel, dtype, device)
+        return self.flat_output(self._in_order(flat)[0], numel, dtype, device)
 
-    def flat_output(self, indices: Sequence[int], numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
-        output = torch.empty(numel, dtype=dtype, device=device)
+    def _layout_of(self, indices: tuple[int, ...]) -> _Layout:
+        """The layout of these parameters' gradients; as a rule that of the last call."""
+        if indices != self._layout.indices:
+            self._layout = self._made_layout(indices)
+        return self._layout
+
+    def _made_layout(self, indices: tuple[int, ...]) -> _Layout:
         pads, end = [], 0
         for index in indices:
             end += self._reserved[index]
             if padding := self._padding[index]:
-                pads.append(output[end - padding : end])
-        if pads:  # not all of it: clearing takes as long as a tenth of the reduction
-            torch._foreach_zero_(pads)
+                pads.append((end - padding, end))
+        return _Layout(indices, [self._reserved[index] for index in indices], end, pads)
+
+    def flat_output(
+        self, indices: tuple[int, ...], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
+        output = torch.empty(numel, dtype=dtype, device=device)
+        if pads := self._layout_of(indices).pads:  # not all of it: clearing takes as long as a tenth of the reduction
+            torch._foreach_zero_([output[begin:end] for begin, end in pads])
         return output
 
     def laid_out(
-        self, grads: Sequence[tuple[int, torch.Tensor | None]], output: torch.Tensor
+        self, indices: tuple[int, ...], grads: Sequence[torch.Tensor | None], output: torch.Tensor
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """What is reduced, and the place of each result in ``output``, by parameter index.
 
         Parameters
         ----------
-        grads : sequence of (int, Tensor or None)
-            Whole gradients of all parameters that have a place, in FSDP2's order; None is left out.
+        indices : tuple of int
+            All parameters that have a place, in FSDP2's order.
+        grads : sequence of Tensor or None
+            Their whole gradients; None is left out.
         output : Tensor
             Flat, as FSDP2 wants it.
         """
-        sent, outs, offset = {}, {}, 0
-        for index, grad in grads:
-            reserved = self._reserved[index]
-            if grad is not None:
-                # Copies, where they are needed, are made here: they are kept as long as the gradients are.
-                if grad.itemsize > output.itemsize:
-                    grad = grad.to(output.dtype)
-                sent[index] = grad if grad.is_contiguous() else grad.contiguous()
-                outs[index] = output[offset : offset + reserved]
-            offset += reserved
-        if offset != output.numel():
+        layout = self._layout_of(indices)
+        if layout.numel != output.numel():
             raise AttachError(
                 f"unit {self.name!r}: FSDP2 wants {output.numel()} elements of reduced gradients, the plan has "
-                f"{offset}; call tide.detach(model) and report it"
+                f"{layout.numel}; call tide.detach(model) and report it"
             )
+        sent, outs, widest = {}, {}, output.itemsize
+        for index, grad, place in zip(indices, grads, output.split_with_sizes(layout.sizes), strict=True):
+            if grad is not None:
+                # Copies, where they are needed, are made here: they are kept as long as the gradients are.
+                if grad.itemsize > widest:
+                    grad = grad.to(output.dtype)
+                sent[index] = grad if grad.is_contiguous() else grad.contiguous()
+                outs[index] = place
         return sent, outs
 
     def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
         """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
-        scale, divisor = versions.scale_of(op, self.owners, self.group.gradient_divide_factor)
+        scale, divisor = self._factors_of(op)
         scale /= flat.record.divided
-        part, grads = self._part, self._in_order(flat)
+        part, (indices, grads) = self._part, self._in_order(flat)
         if part is not None and (
             part.output is not output or (part.terms.scale, part.terms.divisor) != (scale, divisor)
         ):
             assert self.early is not None
             self.early.give_up(part, "FSDP2 reduces in another way than before")
             part = None
-        done = {} if part is None else part.sent
-        sent, outs = self.laid_out([(index, None if index in done else grad) for index, grad in grads], output)
+        done: dict[int, torch.Tensor] = {}
+        rest: Sequence[torch.Tensor | None] = grads
+        if part is not None:
+            done = part.sent
+            rest = [None if index in done else grad for index, grad in zip(indices, grads, strict=True)]
+        sent, outs = self.laid_out(indices, rest, output)
         flat.record.kept = sent, done
         tickets = [self.session.reduce_scatter(self.name, sent, outs, scale, divisor)]
         if part is not None:
             tickets.append(part.ticket)
             self.counts.early += 1
+        stream = streams.current(self.group.device_handle, self._stream)
         if self.early is not None and part is None:
-            self.early.learn(Terms.of(self.group, output, scale, divisor), grads)
+            self.early.learn(Terms.of(self.group, stream, output, scale, divisor), indices)
         if output.device.type != "cpu":
             # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
-            stream = self.group.device_handle.current_stream()
             for ticket in tickets:
                 ticket.wait_released()
             self._released = stream.record_event()
@@ -453,7 +502,17 @@ class AttachedUnit:
             ticket.wait()
         self.counts.reduced += 1
 
-    def _in_order(self, flat: FlatGradients) -> list[tuple[int, torch.Tensor]]:
-        """Parameter index and gradient, in the order in which FSDP2 laid them out."""
-        indices = {id(grad): index for index, grad in self._given}
-        return [(indices[id(grad)], grad) for grad in flat.record.grads]
+    def _factors_of(self, op: Any) -> tuple[float, float]:
+        """Scale and divisor of FSDP2's reduce operation, which is the same object each time as a rule."""
+        divide = self.group.gradient_divide_factor
+        if self._factors is None or self._factors[0][0] is not op or self._factors[0][1] != divide:
+            self._factors = (op, divide), versions.scale_of(op, self.owners, divide)
+        return self._factors[1]
+
+    def _in_order(self, flat: FlatGradients) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+        """Parameter indices and gradients, in the order in which FSDP2 laid them out."""
+        given, found = self._given, flat.record.grads
+        if _same(found, given[1]):  # all of them, as they came
+            return given
+        indices = {id(grad): index for index, grad in zip(*given, strict=True)}
+        return tuple(indices[id(grad)] for grad in found), found
