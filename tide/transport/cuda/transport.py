@@ -311,7 +311,7 @@ class CudaTransport(Transport):
             self._lowered[id(program), binding.unit] = lowered
             if len(self._tickets.get(program.collective, ())) > 1:
                 self._reap(program.collective)
-            lowered.prepare(binding)
+            tensors = lowered.prepare(binding)
             lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
             behind = self._unawaited(binding.slot) if program.uses_slot else []
             lowered.unawaited = self._ends(behind)
@@ -339,13 +339,12 @@ class CudaTransport(Transport):
             finally:
                 self.driver.range_pop()
             if program.collective == "reduce_scatter":
-                ticket.gradients = [t for (buffer, _), t in binding.tensors.items() if buffer is Buffer.GRAD]
-                ticket.outputs = [t for (buffer, _), t in binding.tensors.items() if buffer is Buffer.OUT]
+                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
+                ticket.outputs = lowered.of(Buffer.OUT, tensors)
                 # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
-                running = [binding.tensors[key] for key in lowered.bases.tensors if key[0] is Buffer.RUNNING]
-                ticket.tensors = running, lowered.keep_alive()
+                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
             else:
-                ticket.tensors = binding.tensors, lowered.keep_alive()
+                ticket.tensors = tensors, lowered.keep_alive()
             with self._books:
                 self._tickets.setdefault(program.collective, deque()).append(ticket)
             if program.uses_slot:
