@@ -291,7 +291,7 @@ class EarlyReduction:
             return "its gradients are accumulated over several backward passes in another type than they are made in"
         if any(introspect.is_distributed(self.unit.params[index]) for index in every):
             return "its gradients are distributed tensors"
-        early = choose(order, self.unit.gradient_bytes)
+        early = choose(order, self.unit.flat.gradient_bytes)
         return Choice(early, every) if early else "too little of it would be early"
 
     def settle(self, agreed: Choice | str) -> None:
@@ -326,8 +326,8 @@ class EarlyReduction:
         current = unit.group.device_handle.current_stream()
         with torch.no_grad(), streams.on(unit.group.device_handle, terms.stream):
             terms.stream.wait_stream(current)
-            output = unit.flat_output(choice.every, terms.numel, terms.dtype, terms.device)
-            sent, outs = unit.laid_out(choice.every, [given.get(index) for index in choice.every], output)
+            output = unit.flat.new(choice.every, terms.numel, terms.dtype, terms.device)
+            sent, outs = unit.flat.lay_out(choice.every, [given.get(index) for index in choice.every], output)
             ticket = unit.session.reduce_scatter(unit.name, sent, outs, terms.scale, terms.divisor)
         marks = {index: _mark(grad) for index, grad in given.items()}
         self._part = Part(given, marks, sent, output, terms, ticket)

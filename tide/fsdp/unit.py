@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
-from tide.compiler.shard import padded_numel, shard
-from tide.errors import AttachError, SlotError
+from tide.errors import SlotError
 from tide.fsdp import introspect, streams, versions
 from tide.fsdp.early import EarlyReduction, Part, Terms
+from tide.fsdp.flat import FlatOutput
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
 from tide.fsdp.virtual import FlatGradients, TideReduceScatter, WholeGradient
@@ -68,16 +67,6 @@ class Counts:
         return ", ".join(shown) or "idle"
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where FSDP2 lays the reduced gradients of these parameters, one after the other, in its flat output."""
-
-    indices: tuple[int, ...]
-    sizes: list[int]  # elements, padding included
-    numel: int
-    pads: list[tuple[int, int]]  # [begin, end)
-
-
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Whether two sequences are of the very same objects."""
     return len(these) == len(those) and all(map(is_, these, those))
@@ -109,9 +98,7 @@ class AttachedUnit:
         self._stock_comm: Any = None
         self._comm = TideReduceScatter(self)
         self._session: Session | None = None
-        self._reserved: list[int] = []
-        self._padding: list[int] = []
-        self._layout = _Layout((), [], 0, [])
+        self._flat: FlatOutput | None = None
         self._factors: tuple[tuple[Any, float | None], tuple[float, float]] | None = None
         self._ticket: Ticket | None = None
         self._claim: Ticket | None = None
@@ -140,6 +127,12 @@ class AttachedUnit:
         """The plan's unit: its parameters, their types and which of them are trained."""
         return self.session.compiled.spec.unit(self.name)
 
+    @property
+    def flat(self) -> FlatOutput:
+        """What FSDP2 wants the reduced gradients in."""
+        assert self._flat is not None, "the unit is not bound"
+        return self._flat
+
     def check_movable(self) -> None:
         """Refuses, where the whole parameters cannot be laid elsewhere at the moment."""
         for storage in self._storages:
@@ -149,14 +142,7 @@ class AttachedUnit:
         """Lays the whole parameters on the plan's storage; the group must be resharded."""
         self._session = session
         _, position = session.compiled.group(self.name, session.rank)
-        parameters = session.compiled.spec.unit(self.name).parameters
-        # Elements that FSDP2 reserves for this rank's shard of each gradient, and how many of them are padding.
-        self._reserved = [padded_numel(parameter, self.owners) // self.owners for parameter in parameters]
-        self._padding = [
-            reserved - int(shard(parameter, self.owners).numel[position])
-            for reserved, parameter in zip(self._reserved, parameters, strict=True)
-        ]
-        self._layout = self._made_layout(self._every)
+        self._flat = FlatOutput(session.compiled.spec.unit(self.name), self.owners, position)
         last = len(self._storages) - 1
         for index, storage in enumerate(self._storages):
             memory = session.transport.alias(self.name, index)
@@ -368,14 +354,6 @@ class AttachedUnit:
         """Whether TIDE sums the gradients, and not a comm object of the user's."""
         return self.group._reduce_scatter_comm is self._comm
 
-    @property
-    def gradient_bytes(self) -> list[int]:
-        """Bytes of a rank's shard of each parameter's gradient, as it is sent; 0 for a frozen one."""
-        return [
-            reserved * itemsize(parameter.grad_dtype) if parameter.grad_dtype is not None else 0
-            for reserved, parameter in zip(self._reserved, self.spec.parameters, strict=True)
-        ]
-
     def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> Any:
         """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own.
 
@@ -413,60 +391,7 @@ class AttachedUnit:
             terms = self._part.terms
             if (terms.numel, terms.dtype, terms.device) == (numel, dtype, device):
                 return self._part.output
-        return self.flat_output(self._in_order(flat)[0], numel, dtype, device)
-
-    def _layout_of(self, indices: tuple[int, ...]) -> _Layout:
-        """The layout of these parameters' gradients; as a rule that of the last call."""
-        if indices != self._layout.indices:
-            self._layout = self._made_layout(indices)
-        return self._layout
-
-    def _made_layout(self, indices: tuple[int, ...]) -> _Layout:
-        pads, end = [], 0
-        for index in indices:
-            end += self._reserved[index]
-            if padding := self._padding[index]:
-                pads.append((end - padding, end))
-        return _Layout(indices, [self._reserved[index] for index in indices], end, pads)
-
-    def flat_output(
-        self, indices: tuple[int, ...], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
-        output = torch.empty(numel, dtype=dtype, device=device)
-        if pads := self._layout_of(indices).pads:  # not all of it: clearing takes as long as a tenth of the reduction
-            torch._foreach_zero_([output[begin:end] for begin, end in pads])
-        return output
-
-    def laid_out(
-        self, indices: tuple[int, ...], grads: Sequence[torch.Tensor | None], output: torch.Tensor
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """What is reduced, and the place of each result in ``output``, by parameter index.
-
-        Parameters
-        ----------
-        indices : tuple of int
-            All parameters that have a place, in FSDP2's order.
-        grads : sequence of Tensor or None
-            Their whole gradients; None is left out.
-        output : Tensor
-            Flat, as FSDP2 wants it.
-        """
-        layout = self._layout_of(indices)
-        if layout.numel != output.numel():
-            raise AttachError(
-                f"unit {self.name!r}: FSDP2 wants {output.numel()} elements of reduced gradients, the plan has "
-                f"{layout.numel}; call tide.detach(model) and report it"
-            )
-        sent, outs, widest = {}, {}, output.itemsize
-        for index, grad, place in zip(indices, grads, output.split_with_sizes(layout.sizes), strict=True):
-            if grad is not None:
-                # Copies, where they are needed, are made here: they are kept as long as the gradients are.
-                if grad.itemsize > widest:
-                    grad = grad.to(output.dtype)
-                sent[index] = grad if grad.is_contiguous() else grad.contiguous()
-                outs[index] = place
-        return sent, outs
+        return self.flat.new(self._in_order(flat)[0], numel, dtype, device)
 
     def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
         """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
@@ -484,7 +409,7 @@ class AttachedUnit:
         if part is not None:
             done = part.sent
             rest = [None if index in done else grad for index, grad in zip(indices, grads, strict=True)]
-        sent, outs = self.laid_out(indices, rest, output)
+        sent, outs = self.flat.lay_out(indices, rest, output)
         flat.record.kept = sent, done
         tickets = [self.session.reduce_scatter(self.name, sent, outs, scale, divisor)]
         if part is not None:
