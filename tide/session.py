@@ -28,10 +28,9 @@ class _Known:
     position: int
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]  # of this rank's shards
-    sizes: tuple[int, ...]  # of whole parameters
     shards: tuple[tuple[tuple[Buffer, int], torch.dtype, int], ...]  # key, type and elements of each
-    grad_dtypes: tuple[torch.dtype | None, ...]
-    out_dtypes: tuple[torch.dtype | None, ...]
+    #: Keys, elements and types of each gradient and its output; None for a frozen parameter's types.
+    grads: tuple[tuple[tuple[Buffer, int], int, torch.dtype | None, tuple[Buffer, int], torch.dtype | None], ...]
     trainable: list[int]
     gather: Program
     scatter: Program | None  # of all trainable parameters, in a slot that nobody holds
@@ -72,10 +71,13 @@ class Session:
                 position,
                 parameters,
                 numels,
-                tuple(p.numel for p in parameters),
                 tuple(((Buffer.SHARD, i), to_torch(p.shard_dtype), numels[i]) for i, p in enumerate(parameters)),
-                tuple(to_torch(p.grad_dtype) if p.grad_dtype is not None else None for p in parameters),
-                tuple(to_torch(p.out_dtype) if p.grad_dtype is not None else None for p in parameters),
+                tuple(
+                    ((Buffer.GRAD, i), p.numel, None, (Buffer.OUT, i), None)
+                    if p.grad_dtype is None
+                    else ((Buffer.GRAD, i), p.numel, to_torch(p.grad_dtype), (Buffer.OUT, i), to_torch(p.out_dtype))
+                    for i, p in enumerate(parameters)
+                ),
                 [i for i, p in enumerate(parameters) if p.trainable],
                 self.compiled.program(unit, "all_gather", self.rank),
                 self.compiled.program(unit, "reduce_scatter", self.rank)
@@ -244,28 +246,15 @@ class Session:
         subset = sorted(grads)
         other: dict[int, str] = {}
         for index in subset:
-            parameter, grad, out = known.parameters[index], grads[index], outs[index]
-            if parameter.grad_dtype is None:
-                raise InputError(f"{parameter.name}: frozen in the plan, yet it has a gradient; compile the plan again")
-            if grad.numel() != known.sizes[index]:
-                raise InputError(
-                    f"{parameter.name}: gradient of shape {tuple(grad.shape)}, but the parameter has {parameter.shape}"
-                )
-            if grad.dtype is not known.grad_dtypes[index]:
-                if (dtype := from_torch(grad.dtype)) not in GRADIENT_DTYPES:
-                    raise InputError(
-                        f"{parameter.name}: cannot reduce a {dtype} gradient; supported are "
-                        f"{', '.join(GRADIENT_DTYPES)}. Cast it"
-                    )
-                other[index] = dtype
-            if out.dtype is not known.out_dtypes[index]:
-                raise InputError(
-                    f"{parameter.name}: the plan reduces into {parameter.out_dtype}, got an output of "
-                    f"{from_torch(out.dtype)}"
-                )
-            tensors[Buffer.GRAD, index] = (grad.detach() if grad.requires_grad else grad).contiguous()
-            tensors[Buffer.OUT, index] = out.detach() if out.requires_grad else out
-            if out.dtype is not torch.float32:
+            grad, out = grads[index], outs[index]
+            grad_key, numel, grad_dtype, out_key, out_dtype = known.grads[index]
+            if grad.dtype is not grad_dtype or out.dtype is not out_dtype or grad.numel() != numel:
+                other[index] = self._other_dtype(known, index, grad, out)
+            if grad.requires_grad or not grad.is_contiguous():
+                grad = grad.detach().contiguous()
+            tensors[grad_key] = grad
+            tensors[out_key] = out.detach() if out.requires_grad else out
+            if out_dtype is not torch.float32:
                 tensors[Buffer.RUNNING, index] = torch.empty(
                     known.numels[index], dtype=torch.float32, device=out.device
                 )
@@ -281,6 +270,33 @@ class Session:
             self._content.pop(known.slot, None)
         binding = Binding(unit, known.slot, known.group, tensors, scale, divisor)
         return self.transport.run(program, binding)
+
+    def _other_dtype(self, known: _Known, index: int, grad: torch.Tensor, out: torch.Tensor) -> str:
+        """Type of a gradient that is not what the plan says.
+
+        Raises
+        ------
+        InputError
+            If it, or its output, cannot be taken.
+        """
+        parameter, (_, numel, _, _, out_dtype) = known.parameters[index], known.grads[index]
+        if parameter.grad_dtype is None:
+            raise InputError(f"{parameter.name}: frozen in the plan, yet it has a gradient; compile the plan again")
+        if grad.numel() != numel:
+            raise InputError(
+                f"{parameter.name}: gradient of shape {tuple(grad.shape)}, but the parameter has {parameter.shape}"
+            )
+        if (dtype := from_torch(grad.dtype)) not in GRADIENT_DTYPES:
+            raise InputError(
+                f"{parameter.name}: cannot reduce a {dtype} gradient; supported are {', '.join(GRADIENT_DTYPES)}. "
+                "Cast it"
+            )
+        if out.dtype is not out_dtype:
+            raise InputError(
+                f"{parameter.name}: the plan reduces into {parameter.out_dtype}, got an output of "
+                f"{from_torch(out.dtype)}"
+            )
+        return dtype
 
     def new_outs(self, unit: str, indices: Sequence[int], device: torch.device | str) -> dict[int, torch.Tensor]:
         """Empty tensors for the reduced shards of the given parameters."""

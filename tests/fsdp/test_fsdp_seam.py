@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tide.errors import CapabilityError
-from tide.fsdp import seam, versions
+from tide.fsdp import seam, streams, versions
 from tide.fsdp.virtual import FlatGradients, WholeGradient
 
 CPU = torch.device("cpu")
@@ -65,6 +66,33 @@ def test_a_function_put_on_top_of_a_dispatcher_stays(monkeypatch: pytest.MonkeyP
     seam.uninstall()
     monkeypatch.undo()
     assert collectives.foreach_reduce_scatter_copy_in is stock
+
+
+def test_streams_become_current_and_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch.cuda itself calls; where another device is current, by torch.cuda, which switches it too."""
+    now = {0: (7, 0, 1), 1: (9, 1, 1)}
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        now[device_index] = stream_id, device_index, device_type
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", now.__getitem__, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", set_stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("torch's", stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "torch's")
+    here, there = (SimpleNamespace(stream_id=3, device_index=device, device_type=1) for device in (0, 1))
+    assert streams.on(torch.cuda, there) == ("torch's", there)
+    assert streams.current(torch.cuda, here) == streams.current(torch.cuda, there) == "torch's"
+    for error in (None, RuntimeError):
+        try:
+            with streams.on(torch.cuda, here), streams.on(torch.cuda, here):
+                assert now == {0: (3, 0, 1), 1: (9, 1, 1)}
+                assert streams.current(torch.cuda, here) is here
+                if error is not None:
+                    raise error
+        except RuntimeError:
+            pass
+        assert now == {0: (7, 0, 1), 1: (9, 1, 1)}
 
 
 def test_gradients_pass_without_an_operator() -> None:

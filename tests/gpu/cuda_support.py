@@ -28,8 +28,8 @@ from tide.transport.cuda import CudaTransport, Settings
 from tide.transport.cuda import transport as transport_module
 from tide.transport.cuda.arena import Arena
 from tide.transport.cuda.driver import MEM_OP_WAIT_32, MEM_OP_WORDS, NOT_READY, SUCCESS
+from tide.transport.cuda.request import arena_bytes, arena_request
 from tide.transport.cuda.tables import Launch, LaunchSet
-from tide.transport.cuda.transport import arena_bytes, arena_request
 from tide.transport.cuda.words import MASK, reached
 
 #: An operation: True once it has run, False while it has to wait.

@@ -39,8 +39,8 @@ from tide.transport.cuda.copies import LONG_RUN, CopyArrays
 from tide.transport.cuda.launcher import parameters_of, plain_launch
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.order import issue_order
+from tide.transport.cuda.request import arena_bytes
 from tide.transport.cuda.staging import MOST, Staging
-from tide.transport.cuda.transport import arena_bytes
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
 
 P = Parameter
@@ -356,7 +356,7 @@ def test_collectives_overlap(seed: int, topology: Topology, route: str) -> None:
             transport = session.transport
             assert not transport.heads()  # type: ignore[attr-defined]
             assert not transport.outstanding()  # type: ignore[attr-defined]
-            assert len(transport._pool) < 200  # type: ignore[attr-defined]
+            assert len(transport.books.pool) < 200  # type: ignore[attr-defined]
 
 
 SHARING = ["block0", "block1", "block2"]  # two slots: the first and the last share one

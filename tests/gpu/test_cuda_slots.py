@@ -169,11 +169,11 @@ def test_the_clock_waits_for_what_is_before_it_in_the_slot() -> None:
             transport = session.transport
             assert isinstance(transport, CudaTransport)
             assert transport.driver.done(ticket.entry)
-            assert not transport.could_start(ticket)
+            assert not transport.books.could_start(ticket)
         reached.append(True)
         machine.finish()
         machine.current = 0
         check_reduced(made, "block0", 7, outs)
         check_gathered(made, "block1", 50)
         for session, ticket in zip(made.sessions, tickets, strict=True):
-            assert ticket.finished or session.transport.could_start(ticket)  # type: ignore[attr-defined]
+            assert ticket.finished or session.transport.books.could_start(ticket)  # type: ignore[attr-defined]

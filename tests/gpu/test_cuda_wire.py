@@ -28,7 +28,7 @@ from tide.errors import CapabilityError, InputError, PeerError, TransportError
 from tide.topology import Topology
 from tide.transport.cuda import Settings
 from tide.transport.cuda import watchdog as watchdog_module
-from tide.transport.cuda.transport import arena_request
+from tide.transport.cuda.request import arena_request
 from tide.transport.cuda.wire import COMMUNICATORS, CONTEXTS, LANES, Tally, Wire, needs_of, segments, signals_given
 
 #: Real nodes: peers of other nodes have no address here.

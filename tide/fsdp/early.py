@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from tide.errors import PeerError
-from tide.fsdp import introspect
+from tide.fsdp import introspect, streams
 from tide.transport.agreement import control_group, exchange, resolve_timeout
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ class Terms:
     divisor: float
 
     @classmethod
-    def of(cls, group: Any, output: torch.Tensor, scale: float, divisor: float) -> Terms:
-        """Those of the reduction that the current stream is given."""
-        stream = group.device_handle.current_stream()
+    def of(cls, group: Any, stream: Any, output: torch.Tensor, scale: float, divisor: float) -> Terms:
+        """Those of the reduction that a stream is given."""
         settings = introspect.reduce_settings(group)
         return cls(settings, stream, output.numel(), output.dtype, output.device, scale, divisor)
 
@@ -261,17 +260,16 @@ class EarlyReduction:
 
         return note
 
-    def learn(self, terms: Terms, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def learn(self, terms: Terms, every: tuple[int, ...]) -> None:
         """Takes note of a reduction that has been carried out.
 
         Parameters
         ----------
         terms : Terms
             How.
-        grads : sequence of (int, Tensor)
-            All gradients that were reduced, as FSDP2 gave them.
+        every : tuple of int
+            Indices of all gradients that were reduced, in FSDP2's order.
         """
-        every = tuple(index for index, _ in grads)
         if self.choice is not None:
             if every == self.choice.every:
                 self._terms = terms
@@ -293,7 +291,7 @@ class EarlyReduction:
             return "its gradients are accumulated over several backward passes in another type than they are made in"
         if any(introspect.is_distributed(self.unit.params[index]) for index in every):
             return "its gradients are distributed tensors"
-        early = choose(order, self.unit.gradient_bytes)
+        early = choose(order, self.unit.flat.gradient_bytes)
         return Choice(early, every) if early else "too little of it would be early"
 
     def settle(self, agreed: Choice | str) -> None:
@@ -326,10 +324,10 @@ class EarlyReduction:
             self._missed = "its gradients are divided by another factor, or reduced in another type, than before"
             return
         current = unit.group.device_handle.current_stream()
-        with torch.no_grad(), unit.on(terms.stream):
+        with torch.no_grad(), streams.on(unit.group.device_handle, terms.stream):
             terms.stream.wait_stream(current)
-            output = unit.flat_output(choice.every, terms.numel, terms.dtype, terms.device)
-            sent, outs = unit.laid_out([(index, given.get(index)) for index in choice.every], output)
+            output = unit.flat.new(choice.every, terms.numel, terms.dtype, terms.device)
+            sent, outs = unit.flat.lay_out(choice.every, [given.get(index) for index in choice.every], output)
             ticket = unit.session.reduce_scatter(unit.name, sent, outs, terms.scale, terms.divisor)
         marks = {index: _mark(grad) for index, grad in given.items()}
         self._part = Part(given, marks, sent, output, terms, ticket)
@@ -384,7 +382,7 @@ class EarlyReduction:
     def _discard(self, part: Part) -> None:
         """Lets an early part end for nothing."""
         self.unit.counts.dropped += 1
-        with self.unit.on(part.terms.stream):  # to which the output's memory belongs
+        with streams.on(self.unit.group.device_handle, part.terms.stream):  # to which the output's memory belongs
             part.ticket.wait()
 
     def _drop(self) -> None:

@@ -81,7 +81,6 @@ def _all_gather(
     return stock() if unit is None else unit.all_gather(stock, *streams, prefetch=_calling.prefetch)
 
 
-@torch.no_grad()
 def _copy_out(all_gather_result: Any, fsdp_params: Any, group: Any, **kwargs: Any) -> None:
     marker = all_gather_result.all_gather_output
     if type(marker) is Delivered:
@@ -89,16 +88,32 @@ def _copy_out(all_gather_result: Any, fsdp_params: Any, group: Any, **kwargs: An
         return
     stock = partial(_stock["foreach_all_gather_copy_out"], all_gather_result, fsdp_params, group, **kwargs)
     unit = unit_of(fsdp_params)
-    if unit is None:
-        stock()
-    else:
-        unit.copy_out(stock)
+    with torch.no_grad():
+        if unit is None:
+            stock()
+        else:
+            unit.copy_out(stock)
 
 
-def _reduce(fsdp_params: Any, unsharded_grads: Any, *args: Any, **kwargs: Any) -> Any:
-    stock = partial(_stock["foreach_reduce"], fsdp_params, unsharded_grads, *args, **kwargs)
+def _reduce(
+    fsdp_params: Any,
+    unsharded_grads: Any,
+    reduce_scatter_group: Any,
+    reduce_scatter_stream: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    stock = partial(
+        _stock["foreach_reduce"],
+        fsdp_params,
+        unsharded_grads,
+        reduce_scatter_group,
+        reduce_scatter_stream,
+        *args,
+        **kwargs,
+    )
     unit = unit_of(fsdp_params)
-    return stock() if unit is None else unit.reduce(stock, fsdp_params, unsharded_grads)
+    return stock() if unit is None else unit.reduce(stock, fsdp_params, unsharded_grads, reduce_scatter_stream)
 
 
 def _copy_in(unsharded_grads: Any, reduce_scatter_input: Any, world_size: int) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Unit
-from tide.compiler.shard import padded_numel, shard
-from tide.errors import AttachError, SlotError
-from tide.fsdp import introspect, versions
+from tide.errors import SlotError
+from tide.fsdp import introspect, streams, versions
 from tide.fsdp.early import EarlyReduction, Part, Terms
+from tide.fsdp.flat import FlatOutput
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
 from tide.fsdp.virtual import FlatGradients, TideReduceScatter, WholeGradient
@@ -68,6 +67,11 @@ class Counts:
         return ", ".join(shown) or "idle"
 
 
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences are of the very same objects."""
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
 class AttachedUnit:
     """A parameter group whose collectives TIDE carries out.
 
@@ -87,12 +91,15 @@ class AttachedUnit:
         self.counts = Counts()
         self.owners = int(group.mesh_info.shard_mesh_size)
         self._indices = {id(param): index for index, param in enumerate(self.params)}
+        self._every = tuple(range(len(self.params)))
+        #: Those that FSDP2 would cut into chunks and concatenate.
+        self._across = frozenset(i for i, param in enumerate(self.params) if introspect.shard_dim(param) != 0)
         self._storages = [ParamStorage(param, group) for param in self.params]
         self._stock_comm: Any = None
         self._comm = TideReduceScatter(self)
         self._session: Session | None = None
-        self._reserved: list[int] = []
-        self._padding: list[int] = []
+        self._flat: FlatOutput | None = None
+        self._factors: tuple[tuple[Any, float | None], tuple[float, float]] | None = None
         self._ticket: Ticket | None = None
         self._claim: Ticket | None = None
         self._aside = False
@@ -100,8 +107,9 @@ class AttachedUnit:
         self._forward: tuple[Ticket, tuple[int, ...]] | None = None
         #: Its inputs needed no gradient, so FSDP2 reshards it only at the very end of a backward pass.
         self.ends_late = False
-        self._given: list[tuple[int, torch.Tensor]] = []
+        self._given: tuple[tuple[int, ...], list[torch.Tensor]] = (), []
         self._released: Any = None
+        self._stream: Any = None
         #: Reduces a part of the gradients before backward has ended, if asked to.
         self.early: EarlyReduction | None = None
         self._part: Part | None = None
@@ -119,6 +127,12 @@ class AttachedUnit:
         """The plan's unit: its parameters, their types and which of them are trained."""
         return self.session.compiled.spec.unit(self.name)
 
+    @property
+    def flat(self) -> FlatOutput:
+        """What FSDP2 wants the reduced gradients in."""
+        assert self._flat is not None, "the unit is not bound"
+        return self._flat
+
     def check_movable(self) -> None:
         """Refuses, where the whole parameters cannot be laid elsewhere at the moment."""
         for storage in self._storages:
@@ -128,13 +142,7 @@ class AttachedUnit:
         """Lays the whole parameters on the plan's storage; the group must be resharded."""
         self._session = session
         _, position = session.compiled.group(self.name, session.rank)
-        parameters = session.compiled.spec.unit(self.name).parameters
-        # Elements that FSDP2 reserves for this rank's shard of each gradient, and how many of them are padding.
-        self._reserved = [padded_numel(parameter, self.owners) // self.owners for parameter in parameters]
-        self._padding = [
-            reserved - int(shard(parameter, self.owners).numel[position])
-            for reserved, parameter in zip(self._reserved, parameters, strict=True)
-        ]
+        self._flat = FlatOutput(session.compiled.spec.unit(self.name), self.owners, position)
         last = len(self._storages) - 1
         for index, storage in enumerate(self._storages):
             memory = session.transport.alias(self.name, index)
@@ -229,14 +237,15 @@ class AttachedUnit:
         if holder is not None and prefetch:
             self.counts.declined += 1
             return None
-        for storage in self._storages:
-            storage.grant()
+        if versions.can_swap():
+            for storage in self._storages:
+                storage.grant()
         if holder is not None:
             self._go_aside(holder)
             return stock()
         if introspect.is_resharded_smaller(self.group):
             # Its input is cut from the whole storage, not the shards that the plan knows: FSDP2 gathers it.
-            with self.on(stream):
+            with streams.on(self.group.device_handle, stream):
                 self._claim = self.session.claim(self.name)
             self.counts.regathered += 1
             return stock()
@@ -246,10 +255,10 @@ class AttachedUnit:
             self.counts.kept += 1
             return versions.delivered(Delivered(kept, shards))
         if self.params[0].offload_to_cpu and self.group.device.type != "cpu":
-            with self.on(copy_in):
+            with streams.on(self.group.device_handle, copy_in):
                 shards = [tensor.to(self.group.device, non_blocking=True) for tensor in shards]
             stream.wait_stream(copy_in)
-        with self.on(stream):
+        with streams.on(self.group.device_handle, stream):
             self._ticket = self.session.all_gather(self.name, shards)
         reusable = self.attachment.reuse_forward and introspect.is_in_forward(self.group)
         self._forward = (self._ticket, self._made_of()) if reusable else None
@@ -298,8 +307,9 @@ class AttachedUnit:
         elif self.session.occupant(self.name) == self.name:
             self.session.release(self.name)
         self._ticket = None
-        for storage in self._storages:
-            storage.withhold()
+        if versions.can_swap():
+            for storage in self._storages:
+                storage.withhold()
 
     def abandon(self) -> None:
         """Gives up an all-gather that nobody has taken up."""
@@ -337,11 +347,6 @@ class AttachedUnit:
         self._aside = True
         self.counts.aside += 1
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context in which a stream is the current one."""
-        context: AbstractContextManager[Any] = self.group.device_handle.stream(stream)
-        return context
-
     # Reduce-scatter ----------------------------------------------------------------------------
 
     @property
@@ -349,28 +354,34 @@ class AttachedUnit:
         """Whether TIDE sums the gradients, and not a comm object of the user's."""
         return self.group._reduce_scatter_comm is self._comm
 
-    @property
-    def gradient_bytes(self) -> list[int]:
-        """Bytes of a rank's shard of each parameter's gradient, as it is sent; 0 for a frozen one."""
-        return [
-            reserved * itemsize(parameter.grad_dtype) if parameter.grad_dtype is not None else 0
-            for reserved, parameter in zip(self._reserved, self.spec.parameters, strict=True)
-        ]
+    def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> Any:
+        """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own.
 
-    def reduce(self, stock: Callable[[], Any], params: Sequence[Any], grads: list[torch.Tensor]) -> Any:
-        """FSDP2's ``foreach_reduce`` for this unit: everything but the copy and the sum is FSDP2's own."""
+        Parameters
+        ----------
+        stock : callable
+            What FSDP2 would do itself.
+        params : sequence of FSDPParam
+            Those that have a gradient.
+        grads : list of Tensor
+            Whole gradients; FSDP2 empties the list.
+        stream : Stream
+            Where FSDP2 sums them.
+        """
         if not self.reduces:
             return stock()
         self._comm.reset()
-        self._given = [(self._indices[id(param)], grad) for param, grad in zip(params, grads, strict=True)]
-        self._part = None if self.early is None else self.early.take(self._given)
-        for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if introspect.shard_dim(param) != 0:
-                grads[position] = WholeGradient(grad)
+        indices = self._every if _same(params, self.params) else tuple(self._indices[id(param)] for param in params)
+        self._given, self._stream = (indices, list(grads)), stream
+        self._part = None if self.early is None else self.early.take(list(zip(indices, grads, strict=True)))
+        if self._across:
+            for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+                if index in self._across:
+                    grads[position] = WholeGradient(grad)
         try:
             result = stock()
         finally:
-            self._given, self._part = [], None
+            self._given, self._part, self._stream = ((), []), None, None
             released, self._released = self._released, None
         return result if released is None else versions.with_inputs_event(result, released)
 
@@ -380,72 +391,35 @@ class AttachedUnit:
             terms = self._part.terms
             if (terms.numel, terms.dtype, terms.device) == (numel, dtype, device):
                 return self._part.output
-        return self.flat_output([index for index, _ in self._in_order(flat)], numel, dtype, device)
-
-    def flat_output(self, indices: Sequence[int], numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for reduced gradients: zero where FSDP2 pads, since its hooks and all-reduces see it."""
-        output = torch.empty(numel, dtype=dtype, device=device)
-        pads, end = [], 0
-        for index in indices:
-            end += self._reserved[index]
-            if padding := self._padding[index]:
-                pads.append(output[end - padding : end])
-        if pads:  # not all of it: clearing takes as long as a tenth of the reduction
-            torch._foreach_zero_(pads)
-        return output
-
-    def laid_out(
-        self, grads: Sequence[tuple[int, torch.Tensor | None]], output: torch.Tensor
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """What is reduced, and the place of each result in ``output``, by parameter index.
-
-        Parameters
-        ----------
-        grads : sequence of (int, Tensor or None)
-            Whole gradients of all parameters that have a place, in FSDP2's order; None is left out.
-        output : Tensor
-            Flat, as FSDP2 wants it.
-        """
-        sent, outs, offset = {}, {}, 0
-        for index, grad in grads:
-            reserved = self._reserved[index]
-            if grad is not None:
-                # Copies, where they are needed, are made here: they are kept as long as the gradients are.
-                if grad.itemsize > output.itemsize:
-                    grad = grad.to(output.dtype)
-                sent[index] = grad if grad.is_contiguous() else grad.contiguous()
-                outs[index] = output[offset : offset + reserved]
-            offset += reserved
-        if offset != output.numel():
-            raise AttachError(
-                f"unit {self.name!r}: FSDP2 wants {output.numel()} elements of reduced gradients, the plan has "
-                f"{offset}; call tide.detach(model) and report it"
-            )
-        return sent, outs
+        return self.flat.new(self._in_order(flat)[0], numel, dtype, device)
 
     def reduce_scatter(self, output: torch.Tensor, flat: FlatGradients, op: Any) -> None:
         """Sums the gradients that ``flat`` stands for over the group, each into its place in ``output``."""
-        scale, divisor = versions.scale_of(op, self.owners, self.group.gradient_divide_factor)
+        scale, divisor = self._factors_of(op)
         scale /= flat.record.divided
-        part, grads = self._part, self._in_order(flat)
+        part, (indices, grads) = self._part, self._in_order(flat)
         if part is not None and (
             part.output is not output or (part.terms.scale, part.terms.divisor) != (scale, divisor)
         ):
             assert self.early is not None
             self.early.give_up(part, "FSDP2 reduces in another way than before")
             part = None
-        done = {} if part is None else part.sent
-        sent, outs = self.laid_out([(index, None if index in done else grad) for index, grad in grads], output)
+        done: dict[int, torch.Tensor] = {}
+        rest: Sequence[torch.Tensor | None] = grads
+        if part is not None:
+            done = part.sent
+            rest = [None if index in done else grad for index, grad in zip(indices, grads, strict=True)]
+        sent, outs = self.flat.lay_out(indices, rest, output)
         flat.record.kept = sent, done
         tickets = [self.session.reduce_scatter(self.name, sent, outs, scale, divisor)]
         if part is not None:
             tickets.append(part.ticket)
             self.counts.early += 1
+        stream = streams.current(self.group.device_handle, self._stream)
         if self.early is not None and part is None:
-            self.early.learn(Terms.of(self.group, output, scale, divisor), grads)
+            self.early.learn(Terms.of(self.group, stream, output, scale, divisor), indices)
         if output.device.type != "cpu":
             # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
-            stream = self.group.device_handle.current_stream()
             for ticket in tickets:
                 ticket.wait_released()
             self._released = stream.record_event()
@@ -453,7 +427,17 @@ class AttachedUnit:
             ticket.wait()
         self.counts.reduced += 1
 
-    def _in_order(self, flat: FlatGradients) -> list[tuple[int, torch.Tensor]]:
-        """Parameter index and gradient, in the order in which FSDP2 laid them out."""
-        indices = {id(grad): index for index, grad in self._given}
-        return [(indices[id(grad)], grad) for grad in flat.record.grads]
+    def _factors_of(self, op: Any) -> tuple[float, float]:
+        """Scale and divisor of FSDP2's reduce operation, which is the same object each time as a rule."""
+        divide = self.group.gradient_divide_factor
+        if self._factors is None or self._factors[0][0] is not op or self._factors[0][1] != divide:
+            self._factors = (op, divide), versions.scale_of(op, self.owners, divide)
+        return self._factors[1]
+
+    def _in_order(self, flat: FlatGradients) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+        """Parameter indices and gradients, in the order in which FSDP2 laid them out."""
+        given, found = self._given, flat.record.grads
+        if _same(found, given[1]):  # all of them, as they came
+            return given
+        indices = {id(grad): index for index, grad in zip(*given, strict=True)}
+        return tuple(indices[id(grad)] for grad in found), found

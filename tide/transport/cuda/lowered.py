@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 
+import numpy as np
 import torch
 
 from tide.compiler.steps import Buffer, Lane, Program
@@ -19,6 +21,9 @@ from tide.transport.cuda.copies import CopyArrays
 from tide.transport.cuda.operations import Device, Operation
 from tide.transport.cuda.staging import Staging
 from tide.transport.cuda.tables import LaunchSet
+
+# Called through map, for every tensor of a call.
+_data_ptr, _get_device, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.get_device, torch.Tensor.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +107,54 @@ class Lowered:
     last: int = 0
     _addresses: Int64s | None = None
     _keys: list[tuple[Buffer, int]] = field(default_factory=list)
+    _numbers: Int64s | None = None
     _pointers: list[int] = field(default_factory=list)
     _factors: tuple[float, float] | None = None
+    _kinds: dict[Buffer, list[bool]] = field(default_factory=dict)
     _starts: dict[str, list[list[Callable[[int], None]]]] = field(default_factory=dict)
     _staging: dict[str, Staging] = field(default_factory=dict)
     _events: list[int] = field(default_factory=list)
 
-    def prepare(self, binding: Binding) -> None:
-        """All that may block the host: addresses, tables, compilation. Ends before the first step is issued."""
-        tensors = binding.tensors
+    def prepare(self, binding: Binding) -> list[torch.Tensor]:
+        """All that may block the host: addresses, tables, compilation. Ends before the first step is issued.
+
+        Returns
+        -------
+        list of Tensor
+            What the program reads and writes of the call's tensors; see `of`.
+        """
         try:
-            pointers = [tensors[key].data_ptr() for key in self._keys]
+            tensors = list(map(binding.tensors.__getitem__, self._keys))
         except KeyError as error:
             buffer, index = error.args[0]
             raise InputError(f"unit {binding.unit!r}: no tensor for {buffer.value}[{index}]") from None
+        pointers = list(map(_data_ptr, tensors))
         if pointers != self._pointers or self._addresses is None:
-            self._rebase(binding, pointers)
+            self._rebase(binding, tensors, pointers)
         if self._factors != (binding.scale, binding.divisor):
             self._restart(binding.scale, binding.divisor)
+        return tensors
 
-    def _rebase(self, binding: Binding, pointers: list[int]) -> None:
-        for key in self._keys:
-            tensor = binding.tensors[key]
-            if tensor.device != self.device.torch_device or not tensor.is_contiguous():
-                raise InputError(
-                    f"unit {binding.unit!r}: {key[0].value}[{key[1]}] must be contiguous on "
-                    f"{self.device.torch_device}; it is on {tensor.device} with strides {tensor.stride()}"
-                )
+    def of(self, buffer: Buffer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors that `prepare` has given that are of one kind."""
+        if buffer not in self._kinds:
+            self._kinds[buffer] = [kind is buffer for kind, _ in self._keys]
+        return list(compress(tensors, self._kinds[buffer]))
+
+    def _rebase(self, binding: Binding, tensors: list[torch.Tensor], pointers: list[int]) -> None:
+        place = self.device.torch_device
+        number = -1 if place.type == "cpu" else place.index
+        if any(map(number.__ne__, map(_get_device, tensors))) or not all(map(_is_contiguous, tensors)):
+            for (buffer, index), tensor in zip(self._keys, tensors, strict=True):
+                if tensor.get_device() != number or not tensor.is_contiguous():
+                    raise InputError(
+                        f"unit {binding.unit!r}: {buffer.value}[{index}] must be contiguous on {place}; it is on "
+                        f"{tensor.device} with strides {tensor.stride()}"
+                    )
         if self._addresses is None:
             self._addresses = self.bases.addresses()
-        for key, pointer in zip(self._keys, pointers, strict=True):
-            self._addresses[self.bases.tensors[key]] = pointer
+            self._numbers = np.array([self.bases.tensors[key] for key in self._keys], np.int64)
+        self._addresses[self._numbers] = pointers
         self.copies.rebase(self._addresses)
         for name, launches in self.sets.items():
             if launches.rebase(self._addresses):

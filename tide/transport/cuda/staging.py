@@ -28,7 +28,8 @@ class Staging:
 
     def __init__(self, driver: Any, device: torch.device) -> None:
         self._driver, self._pinned = driver, device.type == "cuda"
-        self._buffers: list[tuple[torch.Tensor, int]] = []
+        #: Each with its memory as an array of numpy's, and the event of its last copy.
+        self._buffers: list[tuple[torch.Tensor, Int64s, int]] = []
         self._turn = self._size = 0
         self.dirty = False
 
@@ -37,29 +38,31 @@ class Staging:
         if not self.dirty:  # otherwise the buffer of the last fill never left
             self._turn = self._free()
         self._size = len(words)
-        buffer, event = self._buffers[self._turn]
-        if len(buffer) < self._size:
+        _, array, event = self._buffers[self._turn]
+        if len(array) < self._size:
             buffer = torch.empty(self._size, dtype=torch.int64, pin_memory=self._pinned)
-            self._buffers[self._turn] = buffer, event
-        buffer[: self._size].numpy()[:] = words
+            array = buffer.numpy()
+            self._buffers[self._turn] = buffer, array, event
+        array[: self._size] = words
         self.dirty = True
 
     def _free(self) -> int:
         """A buffer whose last copy has left."""
         for step in range(1, len(self._buffers) + 1):
             turn = (self._turn + step) % len(self._buffers)
-            if self._driver.done(self._buffers[turn][1]):
+            if self._driver.done(self._buffers[turn][2]):
                 return turn
         if len(self._buffers) < MOST:
-            self._buffers.append((torch.empty(0, dtype=torch.int64), self._driver.new_event()))
+            buffer = torch.empty(0, dtype=torch.int64)
+            self._buffers.append((buffer, buffer.numpy(), self._driver.new_event()))
             return len(self._buffers) - 1
         turn = (self._turn + 1) % len(self._buffers)
-        self._driver.synchronize_event(self._buffers[turn][1])
+        self._driver.synchronize_event(self._buffers[turn][2])
         return turn
 
     def send(self, memory: int, stream: int) -> None:
         """Issues the copy to device memory."""
-        buffer, event = self._buffers[self._turn]
+        buffer, _, event = self._buffers[self._turn]
         if self._size:
             self._driver.check(
                 self._driver.upload(memory, buffer.data_ptr(), 8 * self._size, stream), "upload of a table"
@@ -69,6 +72,6 @@ class Staging:
 
     def close(self) -> None:
         """Gives the events back."""
-        for _, event in self._buffers:
+        for *_, event in self._buffers:
             self._driver.free_event(event)
         self._buffers.clear()

@@ -127,7 +127,7 @@ class CudaTicket(Ticket):
         PeerError
             If a peer did not answer within the deadline.
         """
-        while not self.transport.is_finished(self):
+        while not self.transport.books.is_finished(self):
             time.sleep(5e-5)
         if self.transport.broken is not None:
             raise PeerError(self.transport.broken)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tide.compiler.compile import COLLECTIVES, Compiled
-from tide.compiler.place import AREA_ALIGNMENT, align
 from tide.compiler.steps import Buffer, Lane, Program, Wait
 from tide.errors import CapabilityError, InputError, PeerError
 from tide.kernels import place
@@ -28,14 +26,15 @@ from tide.transport.agreement import (
     settle,
 )
 from tide.transport.base import Binding, Transport
-from tide.transport.cuda.arena import Arena, Request, open_arena, tensor_at
+from tide.transport.cuda.arena import Arena, open_arena, tensor_at
+from tide.transport.cuda.books import Books
 from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
-from tide.transport.cuda.multicast import demand, unavailable
+from tide.transport.cuda.multicast import demand
 from tide.transport.cuda.operations import Device
+from tide.transport.cuda.request import arena_bytes, arena_request, why_no_switch, wire_of
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
-from tide.transport.cuda.wire import Wire, crossing_units, needs_of
 from tide.transport.cuda.words import COUNTERS, MASK, STRIDE, VALUES, Counters, Words, value_table
 
 if TYPE_CHECKING:
@@ -51,65 +50,6 @@ SAME_STREAM = {"claim": "ag.node"}
 #: Arenas of all transports that are not closed. One that is dropped without close, as with a model after
 #: an exception, leaks its arena: peers may still write there, and an unmapped address would end their processes.
 _OPEN: set[Arena] = set()
-
-
-def arena_request(compiled: Compiled, rank: int, settings: Settings, multicast: bool = False) -> Request:
-    """What the arena has to offer for a plan.
-
-    Raises
-    ------
-    CapabilityError
-        If copies are asked for between real nodes.
-    """
-    topology = compiled.topology
-    switched = topology.nodes if multicast else 0
-    node = topology.node_of(rank)
-    real = topology.nodes > 1 and not topology.virtual
-    reachable = [r for r in range(topology.world_size) if not real or topology.node_of(r) == node]
-    if not crossing_units([unit.mesh.groups for unit in compiled.spec.units], topology):
-        return Request(reachable, multicast=switched)
-    if settings.puts == "copy":
-        if real:
-            raise CapabilityError(
-                f"puts='copy' reaches ranks of one machine only, and the plan is for {topology}; use puts='nccl', or "
-                "Topology(..., virtual=True) where all ranks are on one machine"
-            )
-        return Request(reachable, multicast=switched)
-    needs = needs_of(compiled.arena, settings.communicators, settings.wire_signals == "word")
-    return Request(reachable, needs, required=real or settings.puts == "nccl", multicast=switched)
-
-
-def arena_bytes(compiled: Compiled) -> tuple[int, int]:
-    """Bytes of the arena with abort words, counter values and own counters, and where the last two begin."""
-    table = compiled.arena.size + align(4 * compiled.arena.world_size, AREA_ALIGNMENT)
-    return table + align(4 * (VALUES + COUNTERS), AREA_ALIGNMENT), table
-
-
-def _wire(arena: Arena, compiled: Compiled, words: Words, values: int, settings: Settings) -> Wire | None:
-    window = arena.window
-    if window is None:
-        return None
-    return Wire(
-        window.library,
-        window.communicators,
-        window.windows,
-        compiled.arena,
-        compiled.topology,
-        words.rank,
-        window.abort,
-        words if settings.wire_signals == "word" else None,
-        values,
-    )
-
-
-def _why_no_switch(wanted: str, compiled: Compiled, device: torch.device) -> str | None:
-    reason = unavailable(compiled.topology, device)
-    if reason is None:
-        return None
-    return (
-        f"the plan was compiled with {wanted}, but {reason}. Compile it with multicast='off' and switch_reduce='off', "
-        "or open it with Settings(multicast='standin') for a test without the switch"
-    )
 
 
 class CudaTransport(Transport):
@@ -159,7 +99,8 @@ class CudaTransport(Transport):
         self.write_to_peers = settings.signals == "write" or (
             settings.signals == "auto" and driver.version < NO_PEER_WRITES
         )
-        self.wire = _wire(arena, compiled, self.words, self.value_table, settings)
+        self.wire = wire_of(arena, compiled, self.words, self.value_table, settings)
+        self.books = Books(driver)
         self._streams: dict[str, int] = {}
         self._device = Device(
             driver=driver,
@@ -176,19 +117,15 @@ class CudaTransport(Transport):
             accumulate_ctas=settings.accumulate_ctas,
             counters=Counters(self.value_table + 4 * VALUES) if settings.fused_casts else None,
             wire=self.wire,
-            record=self._record,
+            record=self.books.record,
             multicast=arena.multicast,
             stand_in=settings.multicast == "standin",
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}  # in the order of their last use
         self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
-        self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
-        self._reductions: dict[int, CudaTicket] = {}  # last reduce-scatter in each slot
         self._own: dict[tuple[int, Lane], int] = {}
-        self._tickets: dict[str, deque[CudaTicket]] = {}  # by collective, each in order of issue
-        self._pool: list[int] = []
-        self._issue, self._books = threading.RLock(), threading.Lock()
+        self._issue = threading.RLock()
         self._numbers = 0
         self._closed = False
         self.watchdog = Watchdog(self, timeout)
@@ -256,7 +193,7 @@ class CudaTransport(Transport):
             agree(facts, None, control, timeout)
             wanted = demand(compiled) if settings.multicast == "switch" else None
             if wanted is not None:  # on every rank, as the plans are equal
-                settle(_why_no_switch(wanted, compiled, device), control, timeout, CapabilityError)
+                settle(why_no_switch(wanted, compiled, device), control, timeout, CapabilityError)
             request = arena_request(compiled, rank, settings, wanted is not None)
             arena = open_arena(size, rank, device, group, control, timeout, provider, request)
             transport, failure = None, None
@@ -312,26 +249,25 @@ class CudaTransport(Transport):
             self.driver.bind_thread()
             lowered = self._lowered.pop((id(program), binding.unit), None) or self._lower(program, binding)
             self._lowered[id(program), binding.unit] = lowered
-            if len(self._tickets.get(program.collective, ())) > 1:
-                self._reap(program.collective)
-            lowered.prepare(binding)
+            self.books.make_room(program.collective)
+            tensors = lowered.prepare(binding)
             lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
-            behind = self._unawaited(binding.slot) if program.uses_slot else []
-            lowered.unawaited = self._ends(behind)
-            lowered.record, lowered.released = self._record, []
+            behind = self.books.unawaited(binding.slot) if program.uses_slot else []
+            lowered.unawaited = self.books.ends(behind)
+            lowered.record, lowered.released = self.books.record, []
             self._numbers += 1
             lowered.last = self._numbers
             ticket = CudaTicket(self, self._numbers, binding, lowered, behind)
             lowered.marks = ticket.marks
             self.driver.range_push(lowered.name)
             try:
-                ticket.entry = lowered.entry = self._record(self.driver.current_stream())
+                ticket.entry = lowered.entry = self.books.record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
                 ticket.midway = lowered.released
                 ticket.released = list(ticket.midway)
                 for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
-                    event = self._record(handle)
+                    event = self.books.record(handle)
                     ticket.ends.append(event)
                     if name in program.release and stream.released is None:
                         ticket.released.append(event)
@@ -342,37 +278,14 @@ class CudaTransport(Transport):
             finally:
                 self.driver.range_pop()
             if program.collective == "reduce_scatter":
-                ticket.gradients = [t for (buffer, _), t in binding.tensors.items() if buffer is Buffer.GRAD]
-                ticket.outputs = [t for (buffer, _), t in binding.tensors.items() if buffer is Buffer.OUT]
+                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
+                ticket.outputs = lowered.of(Buffer.OUT, tensors)
                 # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
-                running = [binding.tensors[key] for key in lowered.bases.tensors if key[0] is Buffer.RUNNING]
-                ticket.tensors = running, lowered.keep_alive()
+                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
             else:
-                ticket.tensors = binding.tensors, lowered.keep_alive()
-            with self._books:
-                self._tickets.setdefault(program.collective, deque()).append(ticket)
-            if program.uses_slot:
-                reduces = program.collective == "reduce_scatter"
-                (self._reductions if reduces else self._gathers)[binding.slot] = ticket
+                ticket.tensors = tensors, lowered.keep_alive()
+            self.books.add(ticket, binding.slot if program.uses_slot else None)
             return ticket
-
-    def _unawaited(self, slot: int) -> list[CudaTicket]:
-        """The slot's last collectives, whose ends the next one begins after.
-
-        An all-gather's streams write the slot, and push from it to peers; it counts unless the caller has waited for
-        it before vacating the slot. A reduce-scatter in the slot always counts: callers wait for its end on another
-        stream, and after they have vacated the slot. All that peers write into the slot for it, it has read.
-        """
-        gather, reduction = self._gathers.get(slot), self._reductions.get(slot)
-        if gather is not None and gather.awaited_for:
-            gather = None
-        with self._books:
-            return [ticket for ticket in (gather, reduction) if ticket is not None and not ticket.finished]
-
-    def _ends(self, tickets: Sequence[CudaTicket]) -> list[int]:
-        """Their events; none of those that have ended and been let go."""
-        with self._books:
-            return [event for ticket in tickets for event in ticket.ends]
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
         lowered = lower(program, binding, self._programs(program, binding), self._device)
@@ -384,9 +297,7 @@ class CudaTransport(Transport):
             )
         while len(self._lowered) >= self.most_prepared:
             self._retired.append(self._lowered.pop(next(iter(self._lowered))))
-        for collective in self._tickets:
-            self._reap(collective)
-        oldest = min((tickets[0].number for tickets in self._tickets.values() if tickets), default=self._numbers + 1)
+        oldest = min((head.number for head in self.books.heads()), default=self._numbers + 1)
         for old in [old for old in self._retired if old.last < oldest]:
             self._retired.remove(old)
             old.close()
@@ -409,11 +320,6 @@ class CudaTransport(Transport):
             for position, rank in enumerate(binding.ranks)
         }
         return {**others, **own}
-
-    def _record(self, stream: int) -> int:
-        event = self._pool.pop() if self._pool else self.driver.new_event()
-        self.driver.check(self.driver.event_record(event, stream), "event record")
-        return int(event)
 
     def vacated(self, unit: str) -> None:
         """Notes that what the current stream has been given so far is the last to read the unit's storage."""
@@ -440,7 +346,7 @@ class CudaTransport(Transport):
             program = self.compiled.program(unit, "all_gather", self.rank)
             group, _ = self.compiled.group(unit, self.rank)
             stream, driver, own = self.stream("poison"), self.driver, self.arena.addresses[self.rank]
-            for event in (self._vacated[slot], *self._ends(self._unawaited(slot))):
+            for event in (self._vacated[slot], *self.books.ends(self.books.unawaited(slot))):
                 driver.check(driver.stream_wait_event(stream, event, 0), "event wait")
             for _, _, step in program.steps():
                 if isinstance(step, Wait) and step.lane is Lane.DONE:
@@ -460,59 +366,15 @@ class CudaTransport(Transport):
         """Makes the current stream wait for events of a ticket, and lets go of its gradients."""
         if self.broken is not None:
             raise PeerError(self.broken)
-        with self._books:
-            if not ticket.finished:
-                self.driver.bind_thread()
-                stream = self.driver.current_stream()
-                for event in events:
-                    self.driver.check(self.driver.stream_wait_event(stream, event, 0), "event wait")
-            ticket.gradients = None
-
-    def is_finished(self, ticket: CudaTicket) -> bool:
-        """Whether a collective has ended."""
-        self.driver.bind_thread()
-        with self._books:
-            return ticket.finished or all(self.driver.done(event) for event in ticket.ends)
-
-    def could_start(self, ticket: CudaTicket) -> bool:
-        """Whether all that a collective has to wait for on this rank has happened.
-
-        Those before it in its slot have clocks of their own, which say what they wait for.
-        """
-        with self._books:
-            if ticket.finished:
-                return False
-            gates = (ticket.entry, *((ticket.gate,) if ticket.gate else ()))
-            if not all(self.driver.done(event) for event in gates):
-                return False
-            return all(self.driver.done(event) for before in ticket.behind for event in before.ends)
+        self.books.order_after(ticket, events)
 
     def outstanding(self) -> list[CudaTicket]:
         """Collectives that have not ended, oldest first."""
-        with self._books:
-            return sorted((t for tickets in self._tickets.values() for t in tickets), key=lambda t: t.number)
+        return self.books.outstanding()
 
     def heads(self) -> list[CudaTicket]:
         """The oldest outstanding ticket of each collective."""
-        for collective in list(self._tickets):
-            self._reap(collective)
-        with self._books:
-            return [tickets[0] for tickets in self._tickets.values() if tickets]
-
-    def _reap(self, collective: str) -> None:
-        """Lets go of collectives that have ended; those of one kind end in order."""
-        tickets = self._tickets.get(collective)
-        while tickets:
-            with self._books:
-                if not tickets or not all(self.driver.done(event) for event in tickets[0].ends):
-                    return
-                ticket = tickets.popleft()
-                ticket.finished = True
-                ticket.gradients = ticket.outputs = ticket.tensors = None
-                self._pool += [ticket.entry, *ticket.ends, *ticket.marks, *ticket.midway]
-                ticket.ends, ticket.released, ticket.marks, ticket.midway = [], [], [], []
-                ticket.entry = ticket.gate = 0
-                ticket.behind = []
+        return self.books.heads()
 
     # Failing and closing -----------------------------------------------------------------------
 
@@ -550,7 +412,7 @@ class CudaTransport(Transport):
                 # The device may not answer, and destroying its streams would block for ever. Peers that come late
                 # may still write here, and those that are gone never join in ending a communicator.
                 return
-            events = [*self._pool, *self._vacated.values(), *self._own.values()]
+            events = [*self.books.pool, *self._vacated.values(), *self._own.values()]
             for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()
             for event in events:
@@ -559,10 +421,8 @@ class CudaTransport(Transport):
                 self.driver.free_stream(stream)
             self._lowered.clear()
             self._retired.clear()
-            self._gathers.clear()
-            self._reductions.clear()
             self._streams.clear()
-            self._pool.clear()
+            self.books.clear()
             self._vacated.clear()
             self._own.clear()
             self.arena.close()

@@ -112,7 +112,7 @@ class Watchdog:
             return
         self._started = {key: when for key, when in self._started.items() if any(key == t.number for t in heads)}
         for ticket in heads:
-            if not transport.could_start(ticket):
+            if not transport.books.could_start(ticket):
                 self._started.pop(ticket.number, None)
                 continue
             waited = now - self._started.setdefault(ticket.number, now)
