@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from records import NAME, RESULTS, Record, newest
+from records import NAME, RESULTS, SWEEP, Record, newest
 from tables import named
 from tide.report.svg import FAINT, INK, PALETTE, SHADE, Canvas, Svg, text_width, ticks
 
@@ -72,14 +72,14 @@ class Panel:
 
 def bandwidth(record: Record) -> Svg | None:
     """Bus bandwidth over the size of a unit, all-gather and reduce-scatter; None without a sweep."""
-    rows = [row for row in record.rows if row["unit"].startswith("sweep") and row["variant"] in VARIANTS]
+    rows = [row for row in record.rows if row["unit"].startswith(SWEEP) and row["variant"] in VARIANTS]
     if not rows:
         return None
     top = max(record.facts["copy_engine_gb_s"].values())
     canvas = Canvas(960, f"Bus bandwidth over size, {record.hardware}")
     high = 1.08 * max(top, *(row["busbw"] for row in rows))
     sizes = sorted({row["bytes"] for row in rows})
-    labels = {row["bytes"]: row["unit"].removeprefix("sweep ") for row in rows}
+    labels = {row["bytes"]: row["unit"].removeprefix(f"{SWEEP} ") for row in rows}
     for number, collective in enumerate(("all-gather", "reduce-scatter")):
         panel = Panel(canvas, 50 + 470 * number, 60, 410, 260, 0, high)
         panel.frame(f"{collective}, bus bandwidth in GB/s", ".0f")
@@ -185,7 +185,7 @@ def draw(hardware: str, folder: Path = RESULTS) -> dict[str, Svg]:
     """The pictures that there are results for, by file name."""
     found: dict[str, Svg] = {}
     for name, (benchmark, make) in PICTURES.items():
-        record = newest(benchmark, hardware, folder)
+        record = newest(benchmark, hardware, folder, SWEEP if name == "busbw" else "")
         picture: Any = make(record) if record else None
         if picture is not None:
             found[f"{name}-{hardware}.svg"] = picture

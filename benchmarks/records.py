@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+#: What the names of a sweep's units begin with.
+SWEEP = "sweep"
 #: ``step-2xh200-2026-11-29.json``, and ``…-wan.json`` where a day's run was made in parts.
 NAME = re.compile(r"(?P<benchmark>[a-z_]+)-(?P<hardware>\d+x[a-z0-9-]+?)-(?P<date>\d{4}-\d\d-\d\d)(-.*)?\.json")
 
@@ -60,17 +62,34 @@ def take(outputs: Path, folder: Path = RESULTS) -> list[str]:
     return names
 
 
-def newest(benchmark: str, hardware: str, folder: Path = RESULTS) -> Record | None:
-    """The rows of the last day on which a benchmark ran on a machine; None if it never did."""
-    days: dict[str, list[Path]] = {}
+def newest(benchmark: str, hardware: str, folder: Path = RESULTS, units: str = "") -> Record | None:
+    """The rows of the last day on which a benchmark ran on a machine; None if it never did.
+
+    Parameters
+    ----------
+    benchmark, hardware : str
+        Such as ``step`` and ``2xh200``; ``2xh200@2026-11-29`` asks for a day of its own.
+    folder : Path, optional
+        Where the results are.
+    units : str, optional
+        Only days with a unit whose name begins so: not every run of the collectives has a sweep.
+    """
+    hardware, _, day = hardware.partition("@")
+    days: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         found = NAME.fullmatch(path.name)
         if found and (found["benchmark"], found["hardware"]) == (benchmark, hardware):
-            days.setdefault(found["date"], []).append(path)
-    if not days:
+            days.setdefault(found["date"], {})[path.name] = json.loads(path.read_text(encoding="utf-8"))
+    fitting = [
+        date
+        for date, contents in days.items()
+        if date == (day or date)
+        and any(row.get("unit", "").startswith(units) for content in contents.values() for row in content["results"])
+    ]
+    if not fitting:
         return None
-    files = days[max(days)]
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    facts = {key: value for key, value in contents[0].items() if key != "results"}
-    rows = [row for content in contents for row in content["results"]]
-    return Record(benchmark, hardware, tuple(path.name for path in files), facts, rows)
+    contents = days[max(fitting)]
+    first = next(iter(contents.values()))
+    facts = {key: value for key, value in first.items() if key != "results"}
+    rows = [row for content in contents.values() for row in content["results"]]
+    return Record(benchmark, hardware, tuple(contents), facts, rows)

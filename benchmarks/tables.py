@@ -5,7 +5,8 @@ usage: python benchmarks/tables.py            rewrites the tables in README.md f
        python benchmarks/tables.py step 2xh200    prints one
        python benchmarks/tables.py --take OUT     takes the files of a session.sh run into results/ first
 
-In the README a table stands between ``<!-- table: step 2xh200 -->`` and ``<!-- end -->``.
+In the README a table stands between ``<!-- table: step 2xh200 -->`` and ``<!-- end -->``: that of the newest day, or of
+the one that ``2xh200@2026-11-29`` names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from records import RESULTS, Record, newest, take
+from records import RESULTS, SWEEP, Record, newest, take
 
 README = Path(__file__).parent / "README.md"
 BLOCK = re.compile(r"(<!-- table: (?P<kind>[a-z-]+) (?P<hardware>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -69,7 +70,9 @@ def step(record: Record) -> str:
     for model, tokens in by_model(record):
         rows = {name: found.get((model, tokens, name)) for name in names}
         symm, tide = rows["symm"], rows["tide"]
-        off_symm = 100 * (1 - tide["ms"] / symm["ms"]) if tide and symm else None
+        if tide is None:  # the run was cut short
+            continue
+        off_symm = 100 * (1 - tide["ms"] / symm["ms"]) if symm else None
         peaks = " → ".join(cell(rows[name], "peak_gib", ".1f") for name in ("stock", "tide", "tide+slot_reuse"))
         lines.append(
             [
@@ -143,7 +146,7 @@ def collectives(record: Record) -> str:
         ("wrong", "wrong", "d"),
     ]
     rows = sorted(
-        (row for row in record.rows if not row["unit"].startswith("sweep")),
+        (row for row in record.rows if not row["unit"].startswith(SWEEP)),
         key=lambda row: (row["unit"], row["collective"]),
     )
     columns = [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
@@ -157,13 +160,13 @@ def collectives(record: Record) -> str:
 def sweep(record: Record) -> str:
     """Milliseconds over the size of a unit."""
     found = record.rows_by("unit", "collective", "variant")
-    rows = [row for row in record.rows if row["unit"].startswith("sweep")]
+    rows = [row for row in record.rows if row["unit"].startswith(SWEEP)]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     kinds = {"AG": "all-gather", "RS": "reduce-scatter"}
     pairs = [(short, kind, variant) for short, kind in kinds.items() for variant in variants]
     lines = [
         [
-            unit.removeprefix("sweep "),
+            unit.removeprefix(f"{SWEEP} "),
             *(cell(found.get((unit, kind, variant)), "ms", ".3f") for _, kind, variant in pairs),
         ]
         for unit in dict.fromkeys(row["unit"] for row in rows)
@@ -294,7 +297,7 @@ def render(kind: str, hardware: str, folder: Path = RESULTS) -> str:
     if kind == "goals":
         return goals(hardware, folder)
     benchmark, make = KINDS[kind]
-    record = newest(benchmark, hardware, folder)
+    record = newest(benchmark, hardware, folder, SWEEP if kind == "sweep" else "")
     return "Not measured." if record is None else make(record)
 
 

@@ -68,7 +68,7 @@ def test_a_changed_result_changes_the_readme(folder):
 def test_a_table_has_a_line_a_case_and_its_figures():
     record = records.newest("step", HARDWARE)
     lines = tables.step(record).splitlines()[2:]
-    cases = sorted({(row["model"], row["tokens"]) for row in record.rows})
+    cases = sorted({(row["model"], row["tokens"]) for row in record.rows if row["variant"] == "tide"})
     assert len(lines) == len(cases)
     found = record.rows_by("model", "tokens", "variant")
     for line, case in zip(lines, cases, strict=True):
@@ -103,6 +103,15 @@ def test_the_newest_day_counts_in_all_its_parts(folder):
     record = records.newest("step", HARDWARE, folder)
     assert [row["model"] for row in record.rows] == list(record.files)
     assert len(record.files) == 2
+    assert records.newest("step", f"{HARDWARE}@2030-01-01", folder) == record
+    assert records.newest("step", f"{HARDWARE}@2029-01-01", folder) is None
+
+
+def test_a_day_without_a_sweep_leaves_the_last_one(folder):
+    (folder / "collectives-2xh200-2030-01-01.json").write_text(json.dumps({"results": [{"unit": "block"}]}))
+    assert records.newest("collectives", HARDWARE, folder).rows == [{"unit": "block"}]
+    swept = records.newest("collectives", HARDWARE, folder, records.SWEEP)
+    assert swept == records.newest("collectives", f"{HARDWARE}@2026-11-29", folder)
 
 
 def test_a_session_is_taken_under_the_machines_name(tmp_path):
