@@ -7,7 +7,7 @@ peer copies by copy engine measured in the same run. ``predicted`` is what TIDE'
 the push rate of that run. ``SM ms`` = CTAs × duration of all kernels of one call, from a profile (CTAs are counted
 up to the number of SMs). Host time in microseconds: ``host`` of the whole call right after an idle pause, FSDP2's
 part included; ``in a row`` the same when calls follow each other; ``issue`` what of that is the collective itself
-(c10d's call, NCCL's, or TIDE's transport).
+(c10d's call, NCCL's, or TIDE's transport); ``pace`` a fixed piece of work at the same time, which tells a slow host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import PAUSE, Results, median, parser, say, start, table, timed
+from common import PAUSE, Results, host_pace, median, parser, say, start, table, timed
 from copy_rate import copy_engine_rate
 from models import CASES
 from units import COLLECTIVES, VARIANTS, Unit
@@ -60,12 +60,14 @@ def kernels(call: Callable[[], Any]) -> tuple[float, int, int]:
     return total, most, count
 
 
-def in_a_row(unit: Unit, collective: str, prepare: Callable[[], None], call: Callable[[], None]) -> tuple[float, float]:
-    """Host microseconds of a call, and of the issue inside of it, when several follow each other; medians.
+def in_a_row(
+    unit: Unit, collective: str, prepare: Callable[[], None], call: Callable[[], None]
+) -> tuple[float, float, float]:
+    """Host microseconds of a call, of the issue inside of it, when several follow each other, and the host's pace.
 
-    The device waits behind a pause, so that the host never waits for it, and nothing is cold.
+    The device waits behind a pause, so that the host never waits for it, and nothing is cold. Medians.
     """
-    whole, inside = [], []
+    whole, inside, pace = [], [], []
     with unit.issue_times(collective) as issued:
         for _ in range(3):
             torch.cuda.synchronize()
@@ -78,8 +80,9 @@ def in_a_row(unit: Unit, collective: str, prepare: Callable[[], None], call: Cal
                 if index:
                     whole.append((time.perf_counter() - began) * 1e6)
                     inside.append(sum(issued[before:]))
+            pace.append(host_pace())
     torch.cuda.synchronize()
-    return median(whole), median(inside)
+    return median(whole), median(inside), median(pace)
 
 
 def measure(
@@ -106,7 +109,7 @@ def measure(
         for _ in range(repeats):
             prepare()
             times += timed(call, repeats=1, warmup=0)
-        row_us, issue_us = in_a_row(unit, collective, prepare, work)
+        row_us, issue_us, pace_us = in_a_row(unit, collective, prepare, work)
         prepare()
         sm_ms, ctas, count = kernels(work)
         wrong = unit.wrong_gather() if gathers else unit.wrong_reduce()
@@ -133,6 +136,7 @@ def measure(
             "host_us": median(host),
             "row_us": row_us,
             "issue_us": issue_us,
+            "pace_us": pace_us,
         }
     unit.close()
 
@@ -154,6 +158,7 @@ COLUMNS = [
     ("host_us", "host µs", ".0f"),
     ("row_us", "in a row", ".0f"),
     ("issue_us", "issue", ".0f"),
+    ("pace_us", "pace", ".0f"),
 ]
 
 
