@@ -338,7 +338,7 @@ def other_factors(rank: int, world: int) -> None:
 
 
 def one_rank_alone(rank: int, world: int) -> str:
-    """One rank edits a gradient: what its attachment reports, and what the others' deadline says."""
+    """One rank edits a gradient: what it is told, and the others by their deadlines; all can detach then."""
     run = Run(rank)
     run.step(0)
     run.step(1)
@@ -346,6 +346,7 @@ def one_rank_alone(rank: int, world: int) -> str:
     try:
         lossy(run.side.model, *data(2, rank)[0]).backward()
     except PeerError as error:
+        tide.detach(run.side.model)
         return str(error)
     return f"no error: {sum(local(p.grad).sum() for p in run.side.model.parameters() if p.grad is not None)}"
 

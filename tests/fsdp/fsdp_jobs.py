@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -478,7 +479,24 @@ def interrupted(rank: int, world: int) -> None:
         s.model.reset_iter_state()
         train(s, rank, range(2, 4))
     same(stock, side, "after an exception")
+    _before_a_step(side, rank)
     tide.detach(side.model)
+    for s in (stock, side):
+        train(s, rank, range(4, 6))
+    same(stock, side, "after an error before a step")
+
+
+def _before_a_step(side: Side, rank: int) -> None:
+    """An error when TIDE looks at the model, before a forward pass begins."""
+    found = side.model._get_fsdp_state()._tide_attachment
+
+    def refuse() -> None:
+        raise AttachError("a group has to run stock FSDP2")
+
+    found._refresh = refuse
+    with contextlib.suppress(AttachError):
+        train(side, rank, range(4, 5))
+        raise AssertionError("it was not looked at")
 
 
 def _break_off(side: Side, rank: int, where: str, act: Any) -> str:
@@ -502,19 +520,45 @@ def _break_off(side: Side, rank: int, where: str, act: Any) -> str:
 def failed(rank: int, world: int) -> None:
     """A rank comes too late, all detach in the middle of the step, train on with stock FSDP2, and attach again."""
     stock, side = fresh(mp_policy=MIXED), fresh(mp_policy=MIXED)
-    for where in ("forward", "backward, as before torch 2.13"):
+    for where in ("forward", "backward, as before torch 2.13", "backward of a part"):
         if where.endswith("2.13") and hasattr(fsdp_state.FSDPState, "_reset_iter_state"):
             del fsdp_state.FSDPState._reset_iter_state
-        tide.attach(side.model, transport=lambda c, r: open_transport("host", c, r, timeout=0.5), debug=True)
+        model = side.model.layers[1] if where.endswith("part") else side.model
+        tide.attach(model, transport=lambda c, r: open_transport("host", c, r, timeout=0.5), debug=True)
         for s in (stock, side):
             train(s, rank, range(2))
-        assert "rank 1" in _break_off(side, rank, where.split(",")[0], lambda: time.sleep(1.0))
-        tide.detach(side.model)
+        assert "rank 1" in _break_off(side, rank, where.split()[0].strip(","), lambda: time.sleep(1.0))
+        tide.detach(model)
         side.optimizer.zero_grad()
         dist.barrier()
         for s in (stock, side):
             train(s, rank, range(2, 4))
         same(stock, side, f"after a failure in {where}")
+
+
+def detached_in_backward(rank: int, world: int) -> str:
+    """A hook detaches after a failure, under autograd's feet; what it is told."""
+    side, told = fresh(mp_policy=MIXED), []
+    attachment = tide.attach(side.model)
+
+    def detach(grad: torch.Tensor) -> None:
+        attachment._session.transport.fail("given up")
+        with pytest.raises(AttachError) as error:
+            tide.detach(side.model)
+        told.append(str(error.value))
+
+    side.model.layers[1].register_forward_hook(lambda module, args, out: (out.register_hook(detach), out)[1])
+    with pytest.raises(PeerError, match="given up"):
+        train(side, rank, range(1))
+    tide.detach(side.model)
+    return told[0]
+
+
+class Lost(dist.Work):
+    """A collective of a process group that has failed."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
 
 
 def killed(rank: int, world: int) -> str:
@@ -524,6 +568,8 @@ def killed(rank: int, world: int) -> str:
     train(side, rank, range(1))
     before = {name: held.clone() for name, held in introspect.local_shards(side.model).items()}
     told = _break_off(side, rank, "backward", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    lost = param_group.AllGatherResult(torch.empty(0), None, Lost(), [], [], [])
+    introspect.groups_of(side.model)[0]._all_gather_result = lost
     tide.detach(side.model)
     for name, held in introspect.local_shards(side.model).items():
         compare(f"shard of {name}", before[name], held)

@@ -76,6 +76,10 @@ def test_detach_in_a_step_that_failed() -> None:
     run_ranks(jobs.failed, 2)
 
 
+def test_detach_in_a_hook_of_backward_is_refused() -> None:
+    assert all("while backward() runs" in told for told in run_ranks(jobs.detached_in_backward, 2))
+
+
 def test_detach_after_a_rank_was_killed() -> None:
     assert "rank 1" in run_ranks(jobs.killed, 2, may_die=(1,))[0]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_support import Cluster, FakeDriver, Machine, cluster
+from cuda_support import Cluster, FakeDriver, Machine, cluster, word_at
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
@@ -33,6 +33,7 @@ from tide.topology import Topology
 from tide.torch_types import to_torch
 from tide.transport.base import Binding
 from tide.transport.cuda import CudaTicket, CudaTransport, Settings
+from tide.transport.cuda import tables as tables_module
 from tide.transport.cuda import transport as transport_module
 from tide.transport.cuda.bases import Bases
 from tide.transport.cuda.copies import LONG_RUN, CopyArrays
@@ -41,6 +42,7 @@ from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.order import issue_order
 from tide.transport.cuda.request import arena_bytes
 from tide.transport.cuda.staging import MOST, Staging
+from tide.transport.cuda.tables import LaunchSet
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached, value_table
 
 P = Parameter
@@ -877,3 +879,85 @@ def test_shards_table_agrees() -> None:
             for owners in (2, 3, 4):
                 numel = [cut(torch.empty(p.shape), p.dim, owners, r).numel() for r in range(owners)]
                 assert numel == shard(p, owners).numel.tolist()
+
+
+def test_a_collective_that_broke_off_is_set_free_and_keeps_its_tensors() -> None:
+    """What was issued of it may wait for peers, and read and write its tensors later; the peers are told."""
+    compiled = compiled_for(Topology(1, 2), ["block0"])
+    machine = Machine(0)
+    with cluster(compiled, machine, timeout=0.2) as made:
+        gather(made, "block0", 1)
+        machine.finish()
+        first, transport = made.sessions[0], made.sessions[0].transport
+        assert isinstance(transport, CudaTransport)
+        (lowered,) = transport._lowered.values()
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        lowered.operations.append(interrupt)
+        shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block0"])]
+        held = [weakref.ref(shard) for shard in shards]
+        with pytest.raises(KeyboardInterrupt):
+            first.all_gather("block0", shards)
+        del shards
+        gc.collect()
+        assert all(ref() is not None for ref in held)
+        limit = time.monotonic() + 20
+        while transport.outstanding() and time.monotonic() < limit:
+            machine.go(100)
+            transport.heads()
+            time.sleep(0.02)
+        machine.finish()
+        assert word_at(transport.arena.addresses[1] + transport.abort_offset) != 0
+
+
+def test_what_is_stuck_when_its_transport_is_closed_keeps_its_tensors() -> None:
+    compiled = compiled_for(Topology(1, 2), ["block0"])
+    machine = Machine(0)
+    with cluster(compiled, machine) as made:
+        session = made.sessions[0]
+        shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block0"])]
+        held = [weakref.ref(shard) for shard in shards]
+        session.all_gather("block0", shards)
+        assert isinstance(session.transport, CudaTransport)
+        session.transport.watchdog.timeout = -10.0  # nothing to wait for
+        session.close()
+        del shards, made.sessions[0], session
+        gc.collect()
+        alive = [ref() is not None for ref in held]
+        for queue in machine.queues.values():
+            queue.clear()
+        made.sessions.pop().close()
+    assert all(alive)
+
+
+def test_tables_that_could_not_be_made_are_made_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other places relative to 16 bytes take other tables; when there is no memory for them, the old ones are gone."""
+    compiled = compiled_for(Topology(1, 2), ["block0"])
+    machine, made_anew = Machine(0), []
+    make = LaunchSet._make
+    monkeypatch.setattr(LaunchSet, "_make", lambda found, addresses: (made_anew.append(found), make(found, addresses)))
+    with cluster(compiled, machine) as made:
+        outs = scatter(made, "block0", 1)
+        machine.finish()
+        check_reduced(made, "block0", 1, outs)
+        session = made.sessions[0]
+        odd = {
+            i: torch.empty(p.numel + 1, dtype=to_torch(p.grad_dtype or ""))[1:].view(p.shape)
+            for i, p in enumerate(UNITS["block0"])
+        }
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tables_module, "torch", SimpleNamespace(empty=full, int64=torch.int64))
+            with pytest.raises(torch.OutOfMemoryError):
+                session.reduce_scatter("block0", odd, session.new_outs("block0", list(odd), "cpu"))
+        broken_off = made_anew.pop()
+        made_anew.clear()
+        outs = scatter(made, "block0", 2)
+        assert broken_off in made_anew
+        machine.finish()
+        check_reduced(made, "block0", 2, outs)

@@ -137,12 +137,13 @@ def detach(model: torch.nn.Module) -> None:
     given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
     Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
     others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
-    again.
+    again. With HSDP a failure within one replica does not reach the others, which wait in FSDP2's own all-reduce until
+    the timeout of its process group.
 
     Raises
     ------
     AttachError
-        If a step is under way.
+        If a step is under way; after a failure only if it is called while ``backward()`` runs.
     """
     for wrapped in introspect.wrapped_modules(model):
         found: Attachment | None = getattr(wrapped.state, _ATTACHMENT, None)
@@ -237,6 +238,11 @@ class Attachment:
     def _give_up_step(self, failure: str) -> None:
         """Ends the step in which a collective failed, as no later one can be run."""
         assert self._session is not None
+        if torch._C._current_graph_task_id() != -1:
+            raise AttachError(
+                "detach is called while backward() runs, in a hook; autograd would go on with memory that is gone. "
+                "Let the error end it, or wait until it returns, and detach then"
+            )
         self._session.poison = False  # waits for peers
         recovery.give_up_step(introspect.wrapped_modules(self._model))
         logger.warning(
@@ -409,7 +415,11 @@ def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., 
         state._lazy_init()  # which settles who is the root and what the parameters' types are
         found = attachment()
         if found is not None and state._state_ctx.iter_forward_root is None:
-            found._refresh()
+            try:
+                found._refresh()
+            except BaseException:
+                state._training_state = type(state._training_state).IDLE  # the step has not begun: none is under way
+                raise
         return stock(*args, **kwargs)
 
     return root_pre_forward

@@ -371,11 +371,13 @@ class EarlyReduction:
             with control_group(dist.group.WORLD, timeout) as control:
                 exchange(reason, control, timeout, "early parts")
         except PeerError as error:
-            raise PeerError(
+            message = (
                 f"unit {unit.name!r} can have no early part on rank {dist.get_rank()}, since {reason}, and other "
                 "ranks do not come to the same. Every rank must run the same graph for early_reduce=True; attach "
                 "without it"
-            ) from error
+            )
+            unit.session.transport.fail(message)  # they wait for a collective that this rank will not issue
+            raise PeerError(message) from error
         self._stop(reason)
         unit.attachment.say_once(f"unit {unit.name!r} has no early part any more, since {reason}")
 

@@ -108,10 +108,11 @@ def state_of(module: Any) -> Any:
 
 def groups_of(module: Any) -> tuple[Any, ...]:
     """Parameter groups of a module that `is_fsdp`, in the order in which FSDP2 unshards them."""
-    return _groups(state_of(module))
+    return state_groups(state_of(module))
 
 
-def _groups(state: Any) -> tuple[Any, ...]:
+def state_groups(state: Any) -> tuple[Any, ...]:
+    """Parameter groups of a state, in the order in which FSDP2 unshards them."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return tuple(groups)
@@ -145,6 +146,12 @@ def wrapped_modules(root: Any) -> tuple[Wrapped, ...]:
         names, modules = zip(*named, strict=True)
         found.append(Wrapped(names, modules, state, groups_of(module), is_root))
     return tuple(found)
+
+
+def states_of_step(wrapped: Iterable[Wrapped]) -> tuple[Any, ...]:
+    """States that take part in a step with these modules: theirs, and once it is known those of their root's others."""
+    found = {id(state): state for one in wrapped for state in (one.state, *one.state._state_ctx.all_states)}
+    return tuple(found.values())
 
 
 def stays_whole(wrapped: Wrapped, group: Any) -> bool:
@@ -321,7 +328,7 @@ def is_busy(state: Any) -> bool:
     return (
         state._training_state.name != "IDLE"
         or state._state_ctx.iter_forward_root is not None
-        or any(group._training_state.name != "IDLE" for group in _groups(state))
+        or any(group._training_state.name != "IDLE" for group in state_groups(state))
     )
 
 

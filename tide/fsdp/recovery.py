@@ -8,13 +8,17 @@ of the next step. Older ones have no such call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from tide.fsdp.introspect import Wrapped
+from tide.fsdp.introspect import Wrapped, state_groups, states_of_step
 
 
 def give_up_step(wrapped: Sequence[Wrapped]) -> None:
     """Ends a forward or backward pass for good. Nothing is communicated, and every group is resharded.
+
+    The pass is that of the whole model, of which only a part may be attached: what is left of it outside of that part
+    would have FSDP2 take the next step for a piece of this one.
 
     Gradients that have not been reduced are dropped, also those accumulated in earlier passes, as FSDP2 does it.
     Reduced ones stay with the parameters.
@@ -22,14 +26,16 @@ def give_up_step(wrapped: Sequence[Wrapped]) -> None:
     Parameters
     ----------
     wrapped : sequence of Wrapped
-        All of the model.
+        All of the attached model.
     """
-    for found in wrapped:
-        if found.state._is_root and hasattr(found.state, "_reset_iter_state"):
-            found.state._reset_iter_state()  # knows what is new in its torch
-    for found in wrapped:
-        _clear_state(found.state)
-        for group in found.groups:
+    states = states_of_step(wrapped)
+    for state in states:
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            with suppress(RuntimeError):  # of a collective that failed; the rest is cleared below
+                state._reset_iter_state()  # knows what is new in its torch
+    for state in states:
+        _clear_state(state)
+        for group in state_groups(state):
             _clear_group(group)
 
 
@@ -56,7 +62,8 @@ def _clear_state(state: Any) -> None:
 def _clear_group(group: Any) -> None:
     gathered, reduced = group._all_gather_result, group._all_reduce_state
     if gathered is not None and hasattr(gathered.all_gather_work, "wait"):
-        gathered.all_gather_work.wait()
+        with suppress(RuntimeError):  # it has failed, and so has ended too
+            gathered.all_gather_work.wait()
     events = [of and getattr(of, name) for of, name in ((gathered, "all_gather_event"), (reduced, "event"))]
     _wait(group, [*events, group._post_reduce_event, group._reshard_after_forward_event])
     group._all_gather_result = group._all_reduce_state = group._partial_reduce_output = None

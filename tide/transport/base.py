@@ -125,6 +125,12 @@ class Transport(ABC):
         """What has gone wrong for good: nothing can be run any more. None while all is well."""
         return None
 
+    def fail(self, message: str) -> None:  # noqa: B027 - where it cannot be known, the next collective finds it out
+        """Called when the ranks have parted: notes why, as :attr:`failure`, and tells the peers if it can.
+
+        No collective can be run after that. The first reason stays.
+        """
+
     @property
     def opened(self) -> str:
         """The transport's name and what its arena is, for reports."""

@@ -163,6 +163,7 @@ class Lowered:
         self._pointers = pointers
 
     def _restart(self, scale: float, divisor: float) -> None:
+        self._factors = None  # should a kernel not load: some are bound to these factors, some to those before
         for name, launches in self.sets.items():
             self._starts[name][:] = [launches.starts(step, scale, divisor) for step in range(len(launches.launches))]
         self._factors = scale, divisor

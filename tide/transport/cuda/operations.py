@@ -61,7 +61,7 @@ class Device:
     record : callable
         A new event on a stream, for the watchdog.
     multicast : int or None
-        Multicast address of all arenas.
+        Multicast address of the arenas of this rank's node.
     stand_in : bool
         Carry out what needs the switch without it.
     """

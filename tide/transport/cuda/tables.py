@@ -223,6 +223,7 @@ class LaunchSet:
         """
         classes = tuple((addresses % _CLASS).tolist())
         if classes != self._classes:
+            self._classes = None  # should there be no memory for the new ones: the old ones are gone
             self._make(addresses)
             self._classes = classes
             return True

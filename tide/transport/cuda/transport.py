@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 
 from tide.compiler.compile import COLLECTIVES, Compiled
 from tide.compiler.steps import Buffer, Lane, Program, Wait
-from tide.errors import CapabilityError, InputError, PeerError
+from tide.errors import CapabilityError, InputError, PeerError, TransportError
 from tide.kernels import place
 from tide.torch_types import from_torch
 from tide.transport.agreement import (
@@ -50,6 +51,8 @@ SAME_STREAM = {"claim": "ag.node"}
 #: Arenas of all transports that are not closed. One that is dropped without close, as with a model after
 #: an exception, leaks its arena: peers may still write there, and an unmapped address would end their processes.
 _OPEN: set[Arena] = set()
+#: Books of transports that were closed while collectives were stuck, which may still read and write their tensors.
+_STUCK: list[Books] = []
 
 
 class CudaTransport(Transport):
@@ -258,13 +261,20 @@ class CudaTransport(Transport):
             self._numbers += 1
             lowered.last = self._numbers
             ticket = CudaTicket(self, self._numbers, binding, lowered, behind)
-            lowered.marks = ticket.marks
+            lowered.marks, ticket.midway = ticket.marks, lowered.released
+            # From here on the device may read and write them, however far the host comes.
+            if program.collective == "reduce_scatter":
+                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
+                ticket.outputs = lowered.of(Buffer.OUT, tensors)
+                # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
+                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
+            else:
+                ticket.tensors = tensors, lowered.keep_alive()
             self.driver.range_push(lowered.name)
             try:
                 ticket.entry = lowered.entry = self.books.record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
-                ticket.midway = lowered.released
                 ticket.released = list(ticket.midway)
                 for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
                     event = self.books.record(handle)
@@ -273,19 +283,19 @@ class CudaTransport(Transport):
                         ticket.released.append(event)
             except BaseException as error:
                 # The counters no longer say what the device has been told.
-                self.fail(f"{program.collective} of unit {binding.unit!r} broke off while it was issued: {error}")
+                self.fail(f"{program.collective} of unit {binding.unit!r} broke off while it was issued: {error!r}")
+                self._adopt(ticket, lowered)
                 raise
             finally:
                 self.driver.range_pop()
-            if program.collective == "reduce_scatter":
-                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
-                ticket.outputs = lowered.of(Buffer.OUT, tensors)
-                # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
-                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
-            else:
-                ticket.tensors = tensors, lowered.keep_alive()
             self.books.add(ticket, binding.slot if program.uses_slot else None)
             return ticket
+
+    def _adopt(self, ticket: CudaTicket, lowered: Lowered) -> None:
+        """Takes in what was issued of a collective that broke off: the watchdog sets its waits free."""
+        with suppress(TransportError):  # of a device that does not answer any more, nothing can be waited for
+            ticket.ends = [self.books.record(handle) for _, handle in lowered.streams]
+        self.books.add(ticket, None)
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
         lowered = lower(program, binding, self._programs(program, binding), self._device)
@@ -384,9 +394,10 @@ class CudaTransport(Transport):
         return self.broken
 
     def fail(self, message: str) -> None:
-        """Marks the transport broken; the first reason stays."""
+        """Marks the transport broken, and tells the peers; the first reason stays."""
         if self.broken is None:
             self.broken = message
+            self.watchdog.tell_peers()
 
     def raise_if_broken(self) -> None:
         """Raises what broke the transport."""
@@ -408,6 +419,8 @@ class CudaTransport(Transport):
             stuck = bool(self.outstanding())
             self.watchdog.stop()
             self._storages.clear()
+            if stuck:
+                _STUCK.append(self.books)
             if stuck or self.broken is not None:
                 # The device may not answer, and destroying its streams would block for ever. Peers that come late
                 # may still write here, and those that are gone never join in ending a communicator.

@@ -162,7 +162,6 @@ class Watchdog:
         else:
             message += self.blocked(ticket, words)
         transport.fail(message)
-        self._tell_peers()
         self._release()
 
     def blocked(self, ticket: CudaTicket, words: Sequence[int]) -> str:
@@ -220,7 +219,8 @@ class Watchdog:
         with contextlib.suppress(TransportError):  # what is being broken off may well complain
             transport.wire.abort()
 
-    def _tell_peers(self) -> None:
+    def tell_peers(self) -> None:
+        """Lets the peers know that this rank has given up, so that they need not wait for their own deadlines."""
         transport, driver = self._transport, self._transport.driver
         assert self._side is not None
         for rank, address in transport.arena.addresses.items():

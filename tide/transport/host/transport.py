@@ -346,9 +346,16 @@ class HostTransport(Transport):
         raise error
 
     def _give_up(self, error: BaseException, cause: int) -> None:
+        self._break(f"{type(error).__name__}: {error}", cause)
+
+    def fail(self, message: str) -> None:
+        """Marks this rank as broken, as if a collective had failed."""
+        self._break(message, self.rank)
+
+    def _break(self, message: str, cause: int) -> None:
         """Marks this rank as broken, for itself and for its peers; the first reason counts."""
         if self._failure is None:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = message
             self._segments[self.rank].state[0] = BROKEN + cause
             for peer in range(len(self._segments)):
                 self._doorbells.ring(peer)
