@@ -33,6 +33,8 @@ from tide.compiler.options import PlanOptions
 from tide.fsdp.introspect import torch_version
 
 STEPS = 5
+#: Where the same has been done for more steps elsewhere: one that learns, one that may bind anew, one like all others.
+FEW = 3
 
 
 @dataclass
@@ -281,8 +283,8 @@ def run_cases(
 ) -> dict[str, str]:
     """Runs the table's cases for this world size, or a part of them; returns what went wrong, by name.
 
-    With ``reuse``, gradients are received in vacated slots. With ``early``, there are three steps a case, and an
-    early part in every unit that can have one.
+    With ``reuse``, gradients are received in vacated slots. With ``early``, there is an early part in every unit that
+    can have one. Then, and on more than two ranks, there are few steps a case.
     """
     from fsdp_cases import CASES, with_early_parts
 
@@ -293,8 +295,9 @@ def run_cases(
     if reuse:
         chosen = [through_slots(case) for case in chosen if case.attach.get("options") is None]
     if early:
-        return run_chosen([with_early_parts(case) for case in chosen[part::parts]], rank, world, 3, told=bool(names))
-    return run_chosen(chosen[part::parts], rank, world, told=bool(names))
+        chosen = [with_early_parts(case) for case in chosen]
+    steps = FEW if early or world > 2 else STEPS
+    return run_chosen(chosen[part::parts], rank, world, steps, told=bool(names))
 
 
 def through_slots(case: Case) -> Case:
