@@ -15,6 +15,7 @@ Assertions in ranks are not rewritten by pytest; give them a message where the v
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -34,7 +35,8 @@ from typing import Any
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-#: Imported once, by the server. What is not there is skipped, and then each rank imports it.
+#: Imported once, by the server. What is not there is skipped, and then each rank imports it: FSDP2 imports
+#: Dynamo with the first DTensor, which takes a rank as long as many steps of training.
 PRELOAD = (
     "numpy",
     "torch",
@@ -42,10 +44,14 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
     "networkx",
     "pytest",
     "hypothesis",
-    "tide.session",
+    "tide.fsdp.attachment",
     "tide.transport.host",
 )
 #: Seconds that the other ranks get to end after one has failed.
@@ -193,6 +199,7 @@ def _rank_main(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ.update(env)
+    gc.freeze()  # what was imported: walking it would copy the server's memory into every rank
     with open(f"{scratch}/stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
@@ -208,6 +215,7 @@ def _rank_main(
                     world_size=world_size,
                     timeout=timedelta(seconds=timeout),
                 )
+                dist.barrier()  # a rank that ends at once would close connections that others still make
             fn, args = pickle.loads(task)
             answer = True, fn(rank, world_size, *args)
             content = pickle.dumps(answer)

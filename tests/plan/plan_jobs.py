@@ -12,6 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import tide
 
+#: So small that the weights are cut.
+PIECES: dict[str, Any] = {"piece_bytes": 512, "chunk_bytes": 512}
+
 
 class Block(nn.Module):
     """Uneven, tiny and tied parameters."""
@@ -53,12 +56,22 @@ def sharded(world: int, reduce_dtype: torch.dtype = torch.float32) -> Model:
     return model
 
 
-def whole_model(rank: int, world: int, slots: int | None, route: str) -> list[str]:
-    """Gathers a live model by TIDE and by FSDP2, and reduces known gradients; returns what differs."""
+def whole_model(rank: int, world: int, variants: tuple[tuple[int | None, str], ...]) -> list[str]:
+    """Gathers a live model by TIDE and by FSDP2, and reduces known gradients; returns what differs.
+
+    Under one plan after the other, by slots and route: each is opened where one was closed.
+    """
     model = sharded(world)
+    return [
+        f"slots={slots}, {route}: {text}"
+        for slots, route in variants
+        for text in _under_a_plan(model, rank, world, tide.PlanOptions(slots=slots, route=route, **PIECES))
+    ]
+
+
+def _under_a_plan(model: Model, rank: int, world: int, options: tide.PlanOptions) -> list[str]:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     wrong = []
-    options = tide.PlanOptions(slots=slots, route=route, piece_bytes=512, chunk_bytes=512)
     with tide.compile_plan(model, options=options) as plan:
         for _ in range(2):
             gathered = plan.all_gather()

@@ -22,8 +22,7 @@ FOUR = tide.Topology(nodes=1, gpus_per_node=4)
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_whole_model_between_ranks(world: int) -> None:
-    for slots, route in ((None, "push"), (2, "push"), (1, "pull")):
-        assert run_ranks(whole_model, world, slots, route) == [[]] * world
+    assert run_ranks(whole_model, world, ((None, "push"), (2, "push"), (1, "pull"))) == [[]] * world
 
 
 def test_refusals_name_the_thing_and_the_remedy() -> None:

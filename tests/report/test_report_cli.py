@@ -144,9 +144,9 @@ def test_module_runs_without_torch_and_survives_a_closed_pipe(plan_file: Path) -
     assert done.stderr == ""
 
 
-def test_a_plan_that_fits_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "Llama-3.1-8B", "--gpus", "2", "--prefetch", "1"]
-    assert main([*plan, "--memory-limit", "1GiB"]) == 1
+def test_a_plan_that_fits_a_limit(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", str(plan_file.with_name("model.json")), "--gpus", "2", "--prefetch", "1"]
+    assert main([*plan, "--memory-limit", "1KiB"]) == 1
     told = capsys.readouterr().err
     least = int(told.split("memory_limit=")[1].split(",")[0])
     assert main([*plan, "--memory-limit", str(least)]) == 0

@@ -174,8 +174,7 @@ def test_frozen_parameters_and_a_subset_of_gradients(route: str) -> None:
         *(("all_gather", "layers.0"), ("use", "layers.0"), ("release", "layers.0")),
         *(("reduce_scatter", "layers.0"), ("reduce_scatter", "layers.0", (2,)), ("reduce_scatter", "layers.0", (0,))),
     ]
-    for family in FAMILIES:
-        explore(compiled, sequence, range(5), family)
+    explore(compiled, sequence, range(5), FAMILIES)
     with pytest.raises(InputError, match="frozen is frozen"):
         Simulation(compiled).run([("reduce_scatter", "layers.0", (1,))])
 
@@ -205,15 +204,13 @@ def _on(meshes: Mapping[str, Mesh], topology: Topology, route: str, together: bo
 def test_meshes(topology: Topology, meshes: dict[str, Mesh], route: str) -> None:
     compiled = _on(meshes, topology, route, together=len(meshes) > 1)
     sequence = training_sequence(compiled)
-    for family in FAMILIES:
-        explore(compiled, sequence, range(2), family)
+    explore(compiled, sequence, range(2), FAMILIES)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_special_values_travel(route: str) -> None:
     """NaN, Inf, zeros of both signs and denormals, through casts and sums."""
     compiled = blocks(Topology(2, 2), 2, BY_ROUTE[route])
-    for family in FAMILIES:
-        explore(compiled, training_sequence(compiled), range(3), family, payload="special")
+    explore(compiled, training_sequence(compiled), range(3), FAMILIES, payload="special")
     with pytest.raises(InputError, match="no payload 'odd'"):
         Simulation(compiled, payload="odd").run([("all_gather", "layers.0")])

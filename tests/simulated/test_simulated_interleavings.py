@@ -64,8 +64,7 @@ def test_other_topologies(topology: Topology, route: str) -> None:
     """A training step that fills every ring several times."""
     compiled = blocks(topology, 2, BY_ROUTE[route], long=route == "push")
     sequence = training_sequence(compiled)
-    for family in FAMILIES:
-        explore(compiled, sequence, range(3), family)
+    explore(compiled, sequence, range(3), FAMILIES)
 
 
 def _wide(topology: Topology, route: str) -> Compiled:
@@ -114,5 +113,4 @@ def test_seeds_repeat_and_differ(route: str) -> None:
 def test_one_rank_alone(route: str) -> None:
     """A world of one places its shards and scales its gradients; there is nobody to wait for."""
     compiled = blocks(Topology(1, 1), 2, BY_ROUTE[route], long=True)
-    for family in FAMILIES:
-        explore(compiled, training_sequence(compiled, steps=2), range(3), family)
+    explore(compiled, training_sequence(compiled, steps=2), range(3), FAMILIES)

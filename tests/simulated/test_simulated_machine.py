@@ -89,8 +89,7 @@ def test_multicast_reaches_every_rank_of_the_node() -> None:
             *(Wait(peer, Lane.READY) for peer in others),
         ]
     sound = _with(compiled, "all_gather", rank_steps)
-    for family in FAMILIES:
-        explore(sound, GATHERED * 3, range(20), family)
+    explore(sound, GATHERED * 3, range(20), FAMILIES)
     for lane in (Lane.FREE, Lane.READY):  # without either, some interleaving shows it
         rank_steps_bad = dict(rank_steps)
         rank_steps_bad[1] = [step for step in rank_steps[1] if not (isinstance(step, Wait) and step.lane is lane)]
@@ -123,8 +122,7 @@ def test_switch_reduce_sums_the_partials_of_all_ranks_in_order() -> None:
                 *(Wait(peer, Lane.CREDIT) for peer in peers),
             ]
         sound = _with(compiled, "reduce_scatter", steps, release=True)
-        for family in FAMILIES:
-            explore(sound, [("reduce_scatter", "u")] * 2, range(20), family)
+        explore(sound, [("reduce_scatter", "u")] * 2, range(20), FAMILIES)
         steps[4] = [step for step in steps[4] if not (isinstance(step, Wait) and step.lane is Lane.SUMMED)]
         error = first_error(_with(compiled, "reduce_scatter", steps), [("reduce_scatter", "u")] * 2)
         assert error is not None
@@ -152,8 +150,7 @@ def _put_plan(readers_wait: bool) -> Compiled:
 
 
 def test_the_signal_of_a_put_comes_after_its_data() -> None:
-    for family in FAMILIES:
-        explore(_put_plan(True), GATHERED * 3, range(30), family)
+    explore(_put_plan(True), GATHERED * 3, range(30), FAMILIES)
 
 
 def test_the_end_of_a_put_does_not_mean_that_it_has_arrived() -> None:

@@ -43,8 +43,7 @@ def test_training_through_slots(topology: Topology, narrow: bool, slots: int) ->
         assert program.in_slot
         assert not ring
     sequence = training_sequence(compiled, 2)
-    for family in FAMILIES:
-        explore(compiled, sequence, [0], family)
+    explore(compiled, sequence, [0], FAMILIES)
 
 
 @pytest.mark.parametrize("topology", WORLDS[1:3], ids=_name)
@@ -64,8 +63,7 @@ def test_calls_that_find_the_slot_held(topology: Topology) -> None:
         ("use", "layers.1"),
         ("release", "layers.1"),
     ]
-    for family in FAMILIES:
-        explore(compiled, sequence, range(2), family)
+    explore(compiled, sequence, range(2), FAMILIES)
 
 
 def _packing(topology: Topology, options: PlanOptions) -> Compiled:
@@ -98,8 +96,7 @@ def test_small_gradients_travel_packed(topology: Topology, chunk: int | None, re
     staged = [t for t in first.transfers if t.src.buffer is Buffer.STAGED]
     if chunk is None:
         assert len(staged) < 4 <= len(packed)
-    for family in FAMILIES:
-        explore(compiled, training_sequence(compiled), [1], family)
+    explore(compiled, training_sequence(compiled), [1], FAMILIES)
 
 
 def test_packing_waits_for_enough_of_them() -> None:
@@ -166,8 +163,7 @@ def test_bfloat16_on_the_wire(topology: Topology, reuse: bool) -> None:
     """Delivered as the reference rounds them, whatever the interleaving, and within the stated bound."""
     options = replace(REUSE if reuse else TINY, wire_dtype="bfloat16")
     compiled = blocks(topology, 2, options, narrow=True)
-    for family in FAMILIES:
-        explore(compiled, training_sequence(compiled), range(2), family)
+    explore(compiled, training_sequence(compiled), range(2), FAMILIES)
     sums = [
         total
         for _, _, step in compiled.program("layers.0", "reduce_scatter", 0).steps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.cost import predict
@@ -35,12 +36,22 @@ class Fitted:
     remarks: tuple[str, ...]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Candidate:
     options: PlanOptions
     compiled: Compiled
-    nbytes: int
+    ranks: list[int]
     seconds: float = 0.0
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What the rank with most needs; takes the programs of all its units."""
+        return max(planned_nbytes(self.compiled, rank) for rank in self.ranks)
+
+    @cached_property
+    def least(self) -> int:
+        """No more than ``nbytes``, and quick."""
+        return max(planned_nbytes(self.compiled, rank, scratch=False) for rank in self.ranks)
 
 
 def fit(spec: ModelSpec, topology: Topology, options: PlanOptions, limit: int) -> Fitted:
@@ -71,13 +82,13 @@ def fit(spec: ModelSpec, topology: Topology, options: PlanOptions, limit: int) -
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise InputError(f"memory_limit must be a whole number of bytes of at least 1, got {limit!r}")
     ranks = _ranks(spec)
-    start = _candidate(spec, topology, options, ranks)
+    start = _Candidate(options, compile_spec(spec, topology, options), ranks)
     if start.nbytes <= limit:
         return Fitted(start.compiled, ())
-    found = [_candidate(spec, topology, choice, ranks) for choice in _choices(options, spec)]
-    fitting = [candidate for candidate in found if candidate.nbytes <= limit]
+    found = [_Candidate(choice, compile_spec(spec, topology, choice), ranks) for choice in _choices(options, spec)]
+    fitting = [candidate for candidate in found if candidate.least <= limit and candidate.nbytes <= limit]
     if not fitting:
-        least = min([start, *found], key=lambda candidate: candidate.nbytes)
+        least = _smallest([start, *found])
         raise MemoryLimitError(
             f"{spec.source or 'model'}: needs {show_bytes(least.nbytes)} a rank at least (memory_limit="
             f"{least.nbytes}, with {_named(options, least.options)}), but memory_limit is {show_bytes(limit)}; shard "
@@ -100,9 +111,16 @@ def _ranks(spec: ModelSpec) -> list[int]:
     return sorted(found.values())
 
 
-def _candidate(spec: ModelSpec, topology: Topology, options: PlanOptions, ranks: list[int]) -> _Candidate:
-    compiled = compile_spec(spec, topology, options)
-    return _Candidate(options, compiled, max(planned_nbytes(compiled, rank) for rank in ranks))
+def _smallest(candidates: list[_Candidate]) -> _Candidate:
+    """The one that needs least, the first of equals."""
+    best: int | None = None
+    tried = set[_Candidate]()
+    for candidate in sorted(candidates, key=lambda candidate: candidate.least):
+        if best is not None and candidate.least > best:
+            break
+        tried.add(candidate)
+        best = candidate.nbytes if best is None else min(best, candidate.nbytes)
+    return min((candidate for candidate in candidates if candidate in tried), key=lambda candidate: candidate.nbytes)
 
 
 def _choices(options: PlanOptions, spec: ModelSpec) -> Iterator[PlanOptions]:

@@ -173,11 +173,15 @@ def memory(compiled: Compiled, rank: int, reuse: Compiled | None = None) -> Memo
     return Memory(rank, rows, {column: when for column, (_, when) in columns.items()})
 
 
-def planned_nbytes(compiled: Compiled, rank: int) -> int:
-    """Peak bytes of ``rank`` under TIDE, as :func:`memory` states them."""
+def planned_nbytes(compiled: Compiled, rank: int, scratch: bool = True) -> int:
+    """Peak bytes of ``rank`` under TIDE, as :func:`memory` states them.
+
+    Without ``scratch``, which takes the programs of all units, they are a lower bound that is quick to have.
+    """
     units = _held(compiled, rank)
-    found, _ = _planned(compiled, rank, TideStep(units, rank, _prefetch(compiled)).run())
-    return sum(found.values()) + _shards(units)
+    ledger = TideStep(units, rank, _prefetch(compiled)).run()
+    found = {**ledger.peak, **_areas(compiled)}
+    return sum(found.values()) + _shards(units) + (scratch_nbytes(compiled, rank) if scratch else 0)
 
 
 def _held(compiled: Compiled, rank: int) -> list[Unit]:
@@ -200,17 +204,21 @@ def _stepped(ledger: Ledger) -> tuple[dict[str, int], str]:
 
 
 def _planned(compiled: Compiled, rank: int, ledger: Ledger) -> tuple[dict[str, int], str]:
+    found = {**ledger.peak, **_areas(compiled), "scratch": scratch_nbytes(compiled, rank)}
+    return found, ledger.peak_when
+
+
+def _areas(compiled: Compiled) -> dict[str, int]:
+    """Of the arena."""
     arena, areas = compiled.arena, compiled.arena.receive
-    found = {
+    return {
         "slots": sum(slot.size for slot in arena.slots),
         "receive area": areas.partial - areas.receive,
         "partial and wire areas": areas.staged - areas.partial,
         "packed gradients": areas.spread - areas.staged,
         "spread area": arena.signals - areas.spread,
         "signals": arena.size - arena.signals,
-        "scratch": scratch_nbytes(compiled, rank),
     }
-    return {**ledger.peak, **found}, ledger.peak_when
 
 
 def scratch_nbytes(compiled: Compiled, rank: int) -> int:

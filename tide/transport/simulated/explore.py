@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tide.compiler.compile import Compiled
@@ -17,7 +18,7 @@ class Exploration:
     Attributes
     ----------
     family : str
-        Seed family.
+        Seed family, or families with commas between.
     interleavings : int
         Interleavings executed, all without a difference.
     operations : int
@@ -41,7 +42,7 @@ def explore(
     compiled: Compiled,
     sequence: Iterable[Operation],
     seeds: Iterable[int],
-    family: str = "uniform",
+    family: str | Sequence[str] = "uniform",
     pieces: int = 3,
     payload: str = "normal",
 ) -> Exploration:
@@ -55,7 +56,9 @@ def explore(
         As for :meth:`Simulation.run`.
     seeds : iterable of int
         One interleaving each.
-    family, pieces, payload
+    family : str or sequence of str
+        Seed family; of several, each with all of the seeds.
+    pieces, payload
         As for :class:`Simulation`.
 
     Raises
@@ -63,12 +66,13 @@ def explore(
     PlanError
         At the first interleaving that goes wrong; the message ends with its family and seed.
     """
-    simulation = Simulation(compiled, 0, family, pieces, payload)
+    families = (family,) if isinstance(family, str) else tuple(family)
+    simulation = Simulation(compiled, pieces=pieces, payload=payload)
     simulation.build(sequence)
     machine, count, operations = simulation.machine, 0, 0
     began = time.perf_counter()
-    for seed in seeds:
-        simulation.replay(family, seed)
+    for each, seed in itertools.product(families, seeds):
+        simulation.replay(each, seed)
         count += 1
         operations += machine.clock
-    return Exploration(family, count, operations, time.perf_counter() - began)
+    return Exploration(", ".join(families), count, operations, time.perf_counter() - began)
