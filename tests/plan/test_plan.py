@@ -38,13 +38,22 @@ def test_refusals_name_the_thing_and_the_remedy() -> None:
         assert "SlotError: unit 'layers.1' needs slot" in messages["slot"]
         assert "'layers.0' still holds" in messages["slot"]
         assert "no shard for layers.1" in messages["shards"]
+        for what, told in (
+            ("transposed", "shape (24, "),
+            ("whole", "shape (37, 24), but this rank's shard of (37, 24) has (1"),
+            ("none", "must be a dense tensor, got NoneType"),
+            ("sparse", "must be a dense tensor, got torch.sparse_coo"),
+            ("distributed", "shape (37, 24), but this rank's shard"),
+        ):
+            assert f"all_gather: shard of layers.1.up.weight {'' if 'must' in told else 'has '}{told}" in messages[what]
         assert "divide by 0.0" in messages["divisor"]
         assert "close() it before opening it" in messages["open"]
 
 
 def test_ranks_with_gradients_of_different_types_get_an_error_each() -> None:
-    for message in run_ranks(different_types, 2):
-        assert message.startswith("PeerError")
+    for before in (torch.float32, torch.bfloat16):
+        for message in run_ranks(different_types, 2, before):
+            assert message.startswith("PeerError")
 
 
 def test_plan_is_immutable_and_says_what_it_is() -> None:
