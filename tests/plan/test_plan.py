@@ -79,6 +79,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     data = json.loads(text)
     for damage, message in (
         ("{", "not JSON"),
+        ('{"a":' * 100_000, "damaged"),
+        ('{"tide_plan":' + "1" * 10_000 + "}", "damaged"),
         ('{"a": 1}', "no 'tide_plan' field"),
         (json.dumps({**data, "tide_plan": 99}), "of plan format 99"),
         (json.dumps({**data, "digest": "0" * 64}), "it was edited"),
@@ -132,6 +134,11 @@ def test_odd_arguments_are_refused_by_name() -> None:
     for call, message in (
         (lambda: tide.compile_plan({"w": ((1 << 62,), "float32")}, topology=one), "w: shape .* more than 16 TiB"),
         (lambda: tide.compile_plan({"w": ((1 << 32, 1 << 32), "float32")}, topology=one), "w: shape"),
+        (lambda: tide.compile_plan({"w": ((0, 10**30), "float32")}, topology=one), "w: shape .* more than 16 TiB"),
+        (lambda: tide.PlanOptions(alignment=1 << 62), "alignment must be at most 1073741824"),
+        (lambda: tide.PlanOptions(receive_depth=1 << 40), "receive_depth must be at most 65536"),
+        (lambda: tide.Topology(1, 2, virtual="no"), "virtual must be True or False"),  # type: ignore[arg-type]
+        (lambda: tide.Topology.discover(2, {"LOCAL_WORLD_SIZE": "two"}), "LOCAL_WORLD_SIZE must be a whole number"),
         (lambda: tide.Topology(10**8, 4), "more than 1,048,576 ranks"),
         (lambda: tide.Topology(1, 2, links=None), "links must be Links"),  # type: ignore[arg-type]
         (lambda: tide.compile_plan({5: (4, 4), "5": (3,)}, topology=one), "names must be strings, got 5"),

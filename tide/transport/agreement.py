@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a rank waits for its peers where nobody says otherwise.
 DEFAULT_TIMEOUT = 60.0
+#: Most seconds that it may wait: a year. The process group's own deadlines overflow not far beyond.
+MOST_SECONDS = 366 * 86400.0
 #: Environment variable that says otherwise.
 TIMEOUT_VARIABLE = "TIDE_TIMEOUT"
 #: Differences told in one message; a model that differs altogether would name every unit.
@@ -39,7 +41,7 @@ def resolve_timeout(timeout: float | None = None) -> float:
     Raises
     ------
     InputError
-        If it is not a positive number.
+        If it is not a positive number, of a year at most.
     """
     given: float | str = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT) if timeout is None else timeout
     origin = TIMEOUT_VARIABLE if timeout is None else "timeout"
@@ -47,8 +49,10 @@ def resolve_timeout(timeout: float | None = None) -> float:
         seconds = float(given)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not (0 < seconds < math.inf):
-        raise InputError(f"{origin} must be a positive number of seconds, got {given!r}")
+    if not (0 < seconds <= MOST_SECONDS):
+        raise InputError(
+            f"{origin} must be a positive number of seconds, of a year ({MOST_SECONDS:.0f}) at most, got {given!r}"
+        )
     return seconds
 
 
