@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tide.compiler.compile import FORMAT, Compiled
 from tide.errors import InputError, PeerError
+from tide.transport.meeting import meet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -138,17 +139,20 @@ def exchange(value: _T, group: ProcessGroup | None, timeout: float, what: str) -
         If a rank does not come within the deadline, or dies on the way.
     """
     out: list[_T] = [value] * dist.get_world_size(group)
+    cause: RuntimeError | None = None
     try:
-        # all_gather_object knows no deadline but the group's, which is half an hour by default; this barrier
-        # has one, and rank 0's error names who is missing.
-        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
-        dist.all_gather_object(out, value, group=group)
+        # all_gather_object knows no deadline but the group's, which is half an hour by default.
+        if missing := meet(group, timeout, what):
+            told = f"{ranks_text(missing)} did not come"
+        else:
+            dist.all_gather_object(out, value, group=group)
+            return out
     except RuntimeError as error:
-        raise PeerError(
-            f"the ranks could not exchange their {what} within {timeout:g} s: {str(error).strip()} "
-            f"(every rank must open the plan; a slow start may need a larger {TIMEOUT_VARIABLE})"
-        ) from error
-    return out
+        cause, told = error, str(error).strip()
+    raise PeerError(
+        f"the ranks could not exchange their {what} within {timeout:g} s: {told} "
+        f"(every rank must do the same; a slow one may need a larger {TIMEOUT_VARIABLE})"
+    ) from cause
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
