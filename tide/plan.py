@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.options import PlanOptions
+from tide.compiler.shard import shard_shape
 from tide.compiler.steps import Program
 from tide.compiler.verify import Proof, verify
 from tide.errors import CapabilityError, InputError
@@ -44,7 +45,7 @@ class Plan:
     _model: Any
     _sessions: dict[str, Session]
     _opened: dict[str, Any]
-    _agreed: set[frozenset[tuple[str, str]]]
+    _agreed: dict[str, str]
 
     def __init__(self, compiled: Compiled, rank: int, model: Any = None, remarks: Sequence[str] = ()) -> None:
         for name, value in (
@@ -54,7 +55,7 @@ class Plan:
             ("_model", model),
             ("_sessions", {}),
             ("_opened", {}),
-            ("_agreed", set()),
+            ("_agreed", {}),
         ):
             object.__setattr__(self, name, value)
 
@@ -225,6 +226,9 @@ class Plan:
         for found in held:
             if missing := [p.name for p in found.parameters if p.name not in given]:
                 raise InputError(f"all_gather: no shard for {', '.join(missing[:4])} of unit {found.name!r}")
+            _, position = self.compiled.group(found.name, self.rank)
+            for p in found.parameters:
+                _check_tensor("all_gather: shard", p, given[p.name], shard_shape(p, found.mesh.size, position))
         out: dict[str, torch.Tensor] = {}
         for found in held:
             session.all_gather(found.name, [given[p.name] for p in found.parameters]).wait()
@@ -271,11 +275,7 @@ class Plan:
         for name, grad in grads.items():
             if name not in known:
                 raise InputError(f"reduce_scatter: no parameter {name!r} in the units to reduce")
-            if tuple(grad.shape) != known[name].shape:
-                raise InputError(
-                    f"reduce_scatter: gradient of {name} has shape {tuple(grad.shape)}, "
-                    f"but the parameter has {known[name].shape}"
-                )
+            _check_tensor("reduce_scatter: gradient", known[name], grad, known[name].shape)
         for found in held:
             if missing := [p.name for p in found.parameters if p.trainable and p.name not in grads]:
                 raise InputError(
@@ -297,14 +297,14 @@ class Plan:
         return out
 
     def _agree_on_types(self, known: Mapping[str, Parameter], grads: Mapping[str, torch.Tensor]) -> None:
-        """Gradients of other types than the plan's must be so on every rank; a rank alone with them gets an error."""
-        other = {
-            name: str(grad.dtype)
-            for name, grad in grads.items()
-            if str(grad.dtype) != f"torch.{known[name].grad_dtype}"
-        }
-        seen = frozenset(other.items())
-        if not other or self.topology.world_size == 1 or seen in self._agreed:
+        """Gradients of other types than last time must be so on every rank; a rank alone with them gets an error.
+
+        All ranks begin with the plan's types, and whenever one changes, all of them meet here, or that one waits in
+        vain: so they have the same types as long as no error is raised.
+        """
+        types = {n: str(grad.dtype).removeprefix("torch.") for n, grad in grads.items() if known[n].trainable}
+        changed = [name for name, dtype in types.items() if dtype != self._agreed.get(name, known[name].grad_dtype)]
+        if not changed or self.topology.world_size == 1:
             return
         import torch.distributed as dist
 
@@ -312,14 +312,8 @@ class Plan:
 
         timeout = resolve_timeout(self._opened.get("timeout"))
         with control_group(dist.group.WORLD, timeout) as control:
-            agree(
-                {f"gradient of {name}": dtype for name, dtype in other.items()},
-                None,
-                control,
-                timeout,
-                "gradient types",
-            )
-        self._agreed.add(seen)
+            agree({f"gradient of {name}": types[name] for name in changed}, None, control, timeout, "gradient types")
+        self._agreed.update({name: types[name] for name in changed})
 
     def open(self, transport: str = "auto", **settings: Any) -> Session:
         """Opens the plan's session on a transport; :meth:`all_gather` does it by itself when first called.
@@ -393,6 +387,28 @@ class Plan:
                 "shards={name: local shard}"
             )
         return shards
+
+
+def _check_tensor(role: str, parameter: Parameter, tensor: Any, shape: tuple[int, ...]) -> None:
+    """Refuses what is no dense tensor of that shape: other elements than meant would be taken without a word.
+
+    Raises
+    ------
+    InputError
+        With the parameter's name and both shapes.
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InputError(f"{role} of {parameter.name} must be a dense tensor, got {kind}")
+    if tuple(tensor.shape) != shape:
+        whose = f"the parameter has {shape}"
+        if shape != parameter.shape:
+            whose = f"this rank's shard of {parameter.shape} has {shape}"
+        raise InputError(f"{role} of {parameter.name} has shape {tuple(tensor.shape)}, but {whose}")
+    if hasattr(tensor, "to_local"):
+        raise InputError(f"{role} of {parameter.name} is a distributed tensor; pass what .to_local() returns")
 
 
 def _gib(nbytes: int) -> str:

@@ -56,6 +56,8 @@ def parse_plan(source: str | Path) -> tuple[Compiled, Any]:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"load_plan: not JSON ({error}); pass a file that Plan.to_json wrote") from None
+    except (ValueError, RecursionError) as error:  # JSON, but of numbers or a depth that Python does not take
+        raise InputError(f"load_plan: the file is damaged ({error}); write it again with Plan.to_json") from None
     if not isinstance(data, dict) or "tide_plan" not in data:
         raise InputError("load_plan: no 'tide_plan' field; pass a file that Plan.to_json wrote")
     if data["tide_plan"] != FORMAT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from tide.compiler.verify import verify
 from tide.errors import InputError
 from tide.plan import Plan
 from tide.plan_file import parse_plan
-from tide.topology import Topology
+from tide.topology import Topology, whole_number
 
 if TYPE_CHECKING:
     from tide.compiler.model import Mesh, ModelSpec
@@ -159,4 +158,4 @@ def _current_rank() -> int:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
-    return int(os.environ.get("RANK", "0"))
+    return whole_number("RANK", 0)

@@ -125,6 +125,8 @@ class Topology:
                     f"Topology: no links preset {self.links!r}; known presets are {', '.join(sorted(PRESETS))}"
                 )
             object.__setattr__(self, "links", PRESETS[self.links])
+        if not isinstance(self.virtual, bool):
+            raise InputError(f"Topology: virtual must be True or False, got {self.virtual!r}")
         if not isinstance(self.links, Links):
             raise InputError(f"Topology: links must be Links or a preset's name, got {self.links!r}")
 
@@ -155,12 +157,27 @@ class Topology:
             Environment to read, ``os.environ`` by default.
         """
         env = os.environ if env is None else env
-        local = int(env.get("LOCAL_WORLD_SIZE", world_size))
+        local = whole_number("LOCAL_WORLD_SIZE", world_size, env)
         if local < 1 or world_size % local:
             raise InputError(
                 f"LOCAL_WORLD_SIZE={local} does not divide the world size {world_size}; pass topology= explicitly"
             )
         return cls(nodes=world_size // local, gpus_per_node=local)
+
+
+def whole_number(name: str, default: int, env: Mapping[str, str] | None = None) -> int:
+    """A variable that launchers set, such as ``RANK``.
+
+    Raises
+    ------
+    InputError
+        If it is set to something else.
+    """
+    text = (os.environ if env is None else env).get(name)
+    try:
+        return default if text is None else int(text)
+    except ValueError:
+        raise InputError(f"environment variable {name} must be a whole number, got {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

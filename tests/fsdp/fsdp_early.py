@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 import tide
 from tide.compiler.options import PlanOptions
 from tide.errors import InputError, PeerError
-from tide.fsdp import early
+from tide.fsdp import early, seam
 
 
 class Parallel(nn.Module):
@@ -346,9 +348,21 @@ def one_rank_alone(rank: int, world: int) -> str:
     try:
         lossy(run.side.model, *data(2, rank)[0]).backward()
     except PeerError as error:
-        tide.detach(run.side.model)
+        tide.detach(run.side.model)  # also where it was not the transport that failed
         return str(error)
     return f"no error: {sum(local(p.grad).sum() for p in run.side.model.parameters() if p.grad is not None)}"
+
+
+def forgotten(rank: int, world: int) -> None:
+    """A model that goes away while it is attached: nothing keeps it, nor its arenas."""
+    for steps in (1, 2):  # while early parts are learned, and when they are reduced
+        run = Run(rank)
+        for step in range(steps):
+            run.step(step)
+        del run
+        gc.collect()
+        assert "memfd:tide" not in Path("/proc/self/maps").read_text(), f"arenas are mapped after {steps} steps"
+        assert not seam.installed()
 
 
 SCENARIOS = (
@@ -361,6 +375,7 @@ SCENARIOS = (
     bound_anew,
     other_trainables,
     other_factors,
+    forgotten,
 )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_cases import MIXED, mixed, second_dim, shard, stack
-from fsdp_models import Stack, data
+from fsdp_models import Block, Stack, data
 from fsdp_parity import Side, compare, local, lossy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -559,6 +559,60 @@ class Lost(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         raise RuntimeError("Connection closed by peer")
+
+
+class Optional(Block):
+    """A block with a small parameter that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bonus = nn.Parameter(torch.ones(6))
+        self.used = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + self.bonus.sum() if self.used else y
+
+
+def optional(world: int) -> Any:
+    """A stack with one such block."""
+    model = Stack()
+    model.layers[1] = Optional()
+    return shard(model)
+
+
+def other_gradients(rank: int, world: int) -> list[str]:
+    """Gradients that are there on one rank only are never summed with others; what it says. Then on with stock."""
+    told = []
+    for case in ("alone", "alone, later", "others on each"):
+        stock, side = fresh(optional), fresh(optional)
+        tide.attach(side.model, transport=lambda c, r: open_transport("host", c, r, timeout=1.0))
+        sides = (stock, side)
+
+        def use(*wanted: bool, sides: Any = sides) -> None:
+            for s in sides:
+                s.model.layers[1].used = wanted[0]
+                s.model.layers[1].gate.requires_grad_(wanted[-1])
+
+        for step, used in enumerate((True, False) if case == "alone, later" else (True,)):
+            use(used, True)
+            for s in sides:
+                train(s, rank, range(step, step + 1))
+            same(*sides, case)
+        use(*((rank != 0, rank == 0) if case == "others on each" else (rank == 0, True)))
+        try:
+            lossy(side.model, *data(9, rank)[0]).backward()
+            told.append("no error")
+        except PeerError as error:
+            told.append(str(error))
+        tide.detach(side.model)
+        side.optimizer.zero_grad()
+        dist.barrier()
+        use(True, True)
+        for s in sides:
+            train(s, rank, range(2, 4))
+        same(*sides, f"{case}: after it")
+    return told
 
 
 def killed(rank: int, world: int) -> str:

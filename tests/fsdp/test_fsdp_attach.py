@@ -80,6 +80,15 @@ def test_detach_in_a_hook_of_backward_is_refused() -> None:
     assert all("while backward() runs" in told for told in run_ranks(jobs.detached_in_backward, 2))
 
 
+def test_gradients_that_are_not_on_all_ranks_are_an_error() -> None:
+    (_, one, apart), (none, _, equal) = run_ranks(jobs.other_gradients, 2, env={"TIDE_TIMEOUT": "1"})
+    assert "unit 'layers.1': the gradients of rank 1 are others than before (there is none of layers.1.bonus)" in none
+    assert "(there is one of layers.1.bonus), and not on all ranks" in one
+    for told in (apart, equal):
+        assert "gradient of layers.1.bonus: absent on rank 0; torch.float32 on rank 1" in told
+        assert "gradient of layers.1.gate: torch.float32 on rank 0; absent on rank 1" in told
+
+
 def test_detach_after_a_rank_was_killed() -> None:
     assert "rank 1" in run_ranks(jobs.killed, 2, may_die=(1,))[0]
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import tide
+from tide.fsdp.introspect import local_shards
 
 #: So small that the weights are cut.
 PIECES: dict[str, Any] = {"piece_bytes": 512, "chunk_bytes": 512}
@@ -141,19 +142,38 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         refused("slot", lambda: plan.all_gather("layers.1"))
         plan.release("layers.0")
         refused("shards", lambda: plan.all_gather("layers.1", shards={}))
+        shards = local_shards(plan._model)
+        up = shards["layers.1.up.weight"]
+        for what, other in {
+            "transposed": up.t().contiguous(),
+            "whole": torch.zeros(37, 24),
+            "none": None,
+            "sparse": torch.zeros(up.shape).to_sparse(),
+            "distributed": plan._model.layers[1].up.weight,
+        }.items():
+            refused(
+                what, lambda other=other: plan.all_gather("layers.1", shards={**shards, "layers.1.up.weight": other})
+            )
         plan.all_gather("layers.1")
     dist.barrier()
     return messages
 
 
-def different_types(rank: int, world: int) -> str:
-    """Rank 0 reduces float32 gradients, the others bfloat16: bytes would be wrong if nobody noticed."""
+def different_types(rank: int, world: int, before: torch.dtype) -> str:
+    """Rank 0 reduces float32 gradients, the others bfloat16: bytes would be wrong if nobody noticed.
+
+    All have reduced both before, so that neither is new to them.
+    """
     plan = tide.compile_plan(sharded(world))
     plan.open("host", timeout=1.5)
-    dtype = torch.float32 if rank == 0 else torch.bfloat16
-    grads = {p.name: torch.ones(p.shape, dtype=dtype) for unit in plan.units for p in unit.parameters}
+
+    def reduce(dtype: torch.dtype) -> None:
+        plan.reduce_scatter({p.name: torch.ones(p.shape, dtype=dtype) for unit in plan.units for p in unit.parameters})
+
+    reduce(torch.float32)
+    reduce(before)
     try:
-        plan.reduce_scatter(grads)
+        reduce(torch.float32 if rank == 0 else torch.bfloat16)
     except tide.TideError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -37,13 +37,22 @@ def test_refusals_name_the_thing_and_the_remedy() -> None:
         assert "SlotError: unit 'layers.1' needs slot" in messages["slot"]
         assert "'layers.0' still holds" in messages["slot"]
         assert "no shard for layers.1" in messages["shards"]
+        for what, told in (
+            ("transposed", "shape (24, "),
+            ("whole", "shape (37, 24), but this rank's shard of (37, 24) has (1"),
+            ("none", "must be a dense tensor, got NoneType"),
+            ("sparse", "must be a dense tensor, got torch.sparse_coo"),
+            ("distributed", "shape (37, 24), but this rank's shard"),
+        ):
+            assert f"all_gather: shard of layers.1.up.weight {'' if 'must' in told else 'has '}{told}" in messages[what]
         assert "divide by 0.0" in messages["divisor"]
         assert "close() it before opening it" in messages["open"]
 
 
 def test_ranks_with_gradients_of_different_types_get_an_error_each() -> None:
-    for message in run_ranks(different_types, 2):
-        assert message.startswith("PeerError")
+    for before in (torch.float32, torch.bfloat16):
+        for message in run_ranks(different_types, 2, before):
+            assert message.startswith("PeerError")
 
 
 def test_plan_is_immutable_and_says_what_it_is() -> None:
@@ -69,6 +78,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     data = json.loads(text)
     for damage, message in (
         ("{", "not JSON"),
+        ('{"a":' * 100_000, "damaged"),
+        ('{"tide_plan":' + "1" * 10_000 + "}", "damaged"),
         ('{"a": 1}', "no 'tide_plan' field"),
         (json.dumps({**data, "tide_plan": 99}), "of plan format 99"),
         (json.dumps({**data, "digest": "0" * 64}), "it was edited"),
@@ -122,6 +133,11 @@ def test_odd_arguments_are_refused_by_name() -> None:
     for call, message in (
         (lambda: tide.compile_plan({"w": ((1 << 62,), "float32")}, topology=one), "w: shape .* more than 16 TiB"),
         (lambda: tide.compile_plan({"w": ((1 << 32, 1 << 32), "float32")}, topology=one), "w: shape"),
+        (lambda: tide.compile_plan({"w": ((0, 10**30), "float32")}, topology=one), "w: shape .* more than 16 TiB"),
+        (lambda: tide.PlanOptions(alignment=1 << 62), "alignment must be at most 1073741824"),
+        (lambda: tide.PlanOptions(receive_depth=1 << 40), "receive_depth must be at most 65536"),
+        (lambda: tide.Topology(1, 2, virtual="no"), "virtual must be True or False"),  # type: ignore[arg-type]
+        (lambda: tide.Topology.discover(2, {"LOCAL_WORLD_SIZE": "two"}), "LOCAL_WORLD_SIZE must be a whole number"),
         (lambda: tide.Topology(10**8, 4), "more than 1,048,576 ranks"),
         (lambda: tide.Topology(1, 2, links=None), "links must be Links"),  # type: ignore[arg-type]
         (lambda: tide.compile_plan({5: (4, 4), "5": (3,)}, topology=one), "names must be strings, got 5"),

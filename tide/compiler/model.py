@@ -64,7 +64,7 @@ class Parameter:
                 f"dim must be in 0..{len(self.shape) - 1}"
             )
         widest = max(itemsize(self.dtype, self.name), itemsize(self.shard_dtype, self.name))
-        if self.numel * widest > LARGEST:
+        if max(self.numel, *self.shape) * widest > LARGEST:  # one without elements can have a dimension that large
             raise InputError(
                 f"{self.name}: shape {self.shape} takes more than {LARGEST >> 40} TiB, the largest parameter that a "
                 "plan can hold; check the shape"

@@ -82,25 +82,27 @@ class PlanOptions:
     padded_storage: bool = False
 
     def __post_init__(self) -> None:
-        def check(name: str, low: int) -> None:
+        def check(name: str, low: int, high: int | None = None) -> None:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InputError(f"PlanOptions: {name} must be a whole number of at least {low}, got {value!r}")
+            if high is not None and value > high:
+                raise InputError(f"PlanOptions: {name} must be at most {high}, got {value!r}")
 
         if self.slots is not None:
             check("slots", 1)
         if self.chunk_bytes is not None:
             check("chunk_bytes", 256)
         for name, low in (
-            ("alignment", 16),
             ("bundle_bytes", 0),
             ("min_run_bytes", 0),
             ("min_put_run_bytes", 0),
             ("put_bytes", 4096),
             ("piece_bytes", 64),
-            ("receive_depth", 1),
         ):
             check(name, low)
+        check("alignment", 16, 1 << 30)
+        check("receive_depth", 1, 1 << 16)
         if self.route not in ROUTES:
             raise InputError(f"PlanOptions: route must be one of {', '.join(ROUTES)}, got {self.route!r}")
         if self.wire_dtype not in WIRE_DTYPES:

@@ -17,7 +17,7 @@ from tide.compiler.model import ModelSpec, Parameter
 from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
-from tide.errors import AttachError, InputError
+from tide.errors import AttachError, InputError, TideError
 from tide.fsdp import early, introspect, recovery, seam, versions
 from tide.fsdp.configuration import fingerprint, slots_for, why_not
 from tide.fsdp.unit import AttachedUnit
@@ -133,7 +133,7 @@ def attach(
 def detach(model: torch.nn.Module) -> None:
     """Gives ``model`` back to stock FSDP2. Collective over all ranks; does nothing if it is not attached.
 
-    After a failed collective (`PeerError`) each rank can call it alone, in the middle of the step too. The step is
+    After an error of TIDE's (`TideError`) each rank can call it alone, in the middle of the step too. The step is
     given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
     Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
     others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
@@ -143,7 +143,7 @@ def detach(model: torch.nn.Module) -> None:
     Raises
     ------
     AttachError
-        If a step is under way; after a failure only if it is called while ``backward()`` runs.
+        If a step is under way, and no error of TIDE's has ended it; after one only while ``backward()`` still runs.
     """
     for wrapped in introspect.wrapped_modules(model):
         found: Attachment | None = getattr(wrapped.state, _ATTACHMENT, None)
@@ -188,6 +188,8 @@ class Attachment:
         self._units: dict[str, AttachedUnit] = {}
         self._session: Session | None = None
         self._fingerprint: tuple[object, ...] = ()
+        #: What has ended the step under way, beside what its transport knows.
+        self._failure: str | None = None
         self._said: set[str] = set()
         self.bindings = 0
         #: What units reduced early before the last binding.
@@ -222,9 +224,12 @@ class Attachment:
         if not self.attached:
             return
         failure = None if self._session is None else self._session.transport.failure
+        busy = any(introspect.is_busy(reading.wrapped.state) for reading in self._readings)
+        if failure is None and busy:
+            failure = self._failure
         if failure is not None:
             self._give_up_step(failure)
-        elif any(introspect.is_busy(reading.wrapped.state) for reading in self._readings):
+        elif busy:
             raise AttachError(
                 "a forward or backward pass is under way; detach between steps (after an exception in a step, "
                 "reset_iter_state() of torch 2.13 and later ends it)"
@@ -237,13 +242,13 @@ class Attachment:
 
     def _give_up_step(self, failure: str) -> None:
         """Ends the step in which a collective failed, as no later one can be run."""
-        assert self._session is not None
         if torch._C._current_graph_task_id() != -1:
             raise AttachError(
                 "detach is called while backward() runs, in a hook; autograd would go on with memory that is gone. "
                 "Let the error end it, or wait until it returns, and detach then"
             )
-        self._session.poison = False  # waits for peers
+        if self._session is not None:
+            self._session.poison = False  # waits for peers
         recovery.give_up_step(introspect.wrapped_modules(self._model))
         logger.warning(
             "rank %d detaches after a failure and gives up the step: call optimizer.zero_grad() before the next one, "
@@ -286,6 +291,10 @@ class Attachment:
             self._said.add(message)
             if dist.get_rank() == 0:
                 logger.warning(message)
+
+    def failed(self, error: TideError) -> None:
+        """Takes note of what ends a step on this rank: it can be detached in the middle of it then."""
+        self._failure = f"{type(error).__name__}: {error}"
 
     def learn(self, clash: str, unit: AttachedUnit, holder: AttachedUnit) -> None:
         """Takes note of units that are whole at once with this one, so that the next step has room for all."""
@@ -402,10 +411,15 @@ class Attachment:
     def _refresh(self) -> None:
         """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
         self.steps += 1
-        if self.early_reduce:
-            early.settle(self, list(self._units.values()))
-        if fingerprint(self._readings) != self._fingerprint:
-            self._bind()
+        self._failure = None
+        try:
+            if self.early_reduce:
+                early.settle(self, list(self._units.values()))
+            if fingerprint(self._readings) != self._fingerprint:
+                self._bind()
+        except TideError as error:
+            self.failed(error)
+            raise
 
 
 def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

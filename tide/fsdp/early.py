@@ -18,9 +18,11 @@ and name the unit. Nothing short of a message in every step could tell earlier t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -248,17 +250,17 @@ class EarlyReduction:
 
     def _hook(self, index: int) -> Any:
         if self.choice is not None:
-            return self._start
+            return _calling(self, EarlyReduction._start)
+        return _calling(self, partial(EarlyReduction._note, index=index))
 
-        def note(leaf: torch.Tensor) -> None:
-            if self._learning and introspect.reduces_now(self.unit.group):
-                self._order.append(index)
-                self._accumulates = self._accumulates or introspect.has_accumulated(self.unit.group)
-                stream = self.unit.group.device_handle.current_stream()
-                if stream not in self._streams:
-                    self._streams.append(stream)
-
-        return note
+    def _note(self, leaf: torch.Tensor, index: int) -> None:
+        """A gradient has come, while their order is being learned."""
+        if self._learning and introspect.reduces_now(self.unit.group):
+            self._order.append(index)
+            self._accumulates = self._accumulates or introspect.has_accumulated(self.unit.group)
+            stream = self.unit.group.device_handle.current_stream()
+            if stream not in self._streams:
+                self._streams.append(stream)
 
     def learn(self, terms: Terms, every: tuple[int, ...]) -> None:
         """Takes note of a reduction that has been carried out.
@@ -391,6 +393,19 @@ class EarlyReduction:
         part, self._part = self._part, None
         if part is not None:
             self._discard(part)
+
+
+def _calling(
+    reduction: EarlyReduction, method: Callable[[EarlyReduction, torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep the reduction alive, nor with it the model: torch keeps it where no cycle is found."""
+    this = weakref.ref(reduction)
+
+    def hook(leaf: torch.Tensor) -> None:
+        if (found := this()) is not None:
+            method(found, leaf)
+
+    return hook
 
 
 def _mark(grad: torch.Tensor) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tide.errors import TideError
 from tide.fsdp import versions
 from tide.fsdp.virtual import FlatGradients
 
@@ -78,7 +79,13 @@ def _all_gather(
         _stock["foreach_all_gather"], fsdp_params, group, async_op, *streams, device, all_gather_comm, **kwargs
     )
     unit = unit_of(fsdp_params)
-    return stock() if unit is None else unit.all_gather(stock, *streams, prefetch=_calling.prefetch)
+    if unit is None:
+        return stock()
+    try:
+        return unit.all_gather(stock, *streams, prefetch=_calling.prefetch)
+    except TideError as error:
+        unit.attachment.failed(error)
+        raise
 
 
 def _copy_out(all_gather_result: Any, fsdp_params: Any, group: Any, **kwargs: Any) -> None:
@@ -113,7 +120,13 @@ def _reduce(
         **kwargs,
     )
     unit = unit_of(fsdp_params)
-    return stock() if unit is None else unit.reduce(stock, fsdp_params, unsharded_grads, reduce_scatter_stream)
+    if unit is None:
+        return stock()
+    try:
+        return unit.reduce(stock, fsdp_params, unsharded_grads, reduce_scatter_stream)
+    except TideError as error:
+        unit.attachment.failed(error)
+        raise
 
 
 def _copy_in(unsharded_grads: Any, reduce_scatter_input: Any, world_size: int) -> None:

@@ -14,6 +14,7 @@ from tide.errors import SlotError
 from tide.fsdp import introspect, streams, versions
 from tide.fsdp.early import EarlyReduction, Part, Terms
 from tide.fsdp.flat import FlatOutput
+from tide.fsdp.gradients import AgreedGradients
 from tide.fsdp.seam import UNIT, Delivered
 from tide.fsdp.storage import ParamStorage
 from tide.fsdp.virtual import FlatGradients, TideReduceScatter, WholeGradient
@@ -99,6 +100,7 @@ class AttachedUnit:
         self._comm = TideReduceScatter(self)
         self._session: Session | None = None
         self._flat: FlatOutput | None = None
+        self._agreed: AgreedGradients | None = None
         self._factors: tuple[tuple[Any, float | None], tuple[float, float]] | None = None
         self._ticket: Ticket | None = None
         self._claim: Ticket | None = None
@@ -143,6 +145,7 @@ class AttachedUnit:
         self._session = session
         _, position = session.compiled.group(self.name, session.rank)
         self._flat = FlatOutput(session.compiled.spec.unit(self.name), self.owners, position)
+        self._agreed = AgreedGradients(self)
         last = len(self._storages) - 1
         for index, storage in enumerate(self._storages):
             memory = session.transport.alias(self.name, index)
@@ -410,6 +413,8 @@ class AttachedUnit:
             done = part.sent
             rest = [None if index in done else grad for index, grad in zip(indices, grads, strict=True)]
         sent, outs = self.flat.lay_out(indices, rest, output)
+        assert self._agreed is not None, "the unit is not bound"
+        self._agreed.check(indices, sent)
         flat.record.kept = sent, done
         tickets = [self.session.reduce_scatter(self.name, sent, outs, scale, divisor)]
         if part is not None:

@@ -19,12 +19,15 @@ import torch.distributed as dist
 
 from tide.compiler.compile import FORMAT, Compiled
 from tide.errors import InputError, PeerError
+from tide.transport.meeting import meet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 #: Seconds that a rank waits for its peers where nobody says otherwise.
 DEFAULT_TIMEOUT = 60.0
+#: Most seconds that it may wait: a year. The process group's own deadlines overflow not far beyond.
+MOST_SECONDS = 366 * 86400.0
 #: Environment variable that says otherwise.
 TIMEOUT_VARIABLE = "TIDE_TIMEOUT"
 #: Differences told in one message; a model that differs altogether would name every unit.
@@ -39,7 +42,7 @@ def resolve_timeout(timeout: float | None = None) -> float:
     Raises
     ------
     InputError
-        If it is not a positive number.
+        If it is not a positive number, of a year at most.
     """
     given: float | str = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT) if timeout is None else timeout
     origin = TIMEOUT_VARIABLE if timeout is None else "timeout"
@@ -47,8 +50,10 @@ def resolve_timeout(timeout: float | None = None) -> float:
         seconds = float(given)
     except (TypeError, ValueError):
         seconds = math.nan
-    if not (0 < seconds < math.inf):
-        raise InputError(f"{origin} must be a positive number of seconds, got {given!r}")
+    if not (0 < seconds <= MOST_SECONDS):
+        raise InputError(
+            f"{origin} must be a positive number of seconds, of a year ({MOST_SECONDS:.0f}) at most, got {given!r}"
+        )
     return seconds
 
 
@@ -134,17 +139,20 @@ def exchange(value: _T, group: ProcessGroup | None, timeout: float, what: str) -
         If a rank does not come within the deadline, or dies on the way.
     """
     out: list[_T] = [value] * dist.get_world_size(group)
+    cause: RuntimeError | None = None
     try:
-        # all_gather_object knows no deadline but the group's, which is half an hour by default; this barrier
-        # has one, and rank 0's error names who is missing.
-        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
-        dist.all_gather_object(out, value, group=group)
+        # all_gather_object knows no deadline but the group's, which is half an hour by default.
+        if missing := meet(group, timeout, what):
+            told = f"{ranks_text(missing)} did not come"
+        else:
+            dist.all_gather_object(out, value, group=group)
+            return out
     except RuntimeError as error:
-        raise PeerError(
-            f"the ranks could not exchange their {what} within {timeout:g} s: {str(error).strip()} "
-            f"(every rank must open the plan; a slow start may need a larger {TIMEOUT_VARIABLE})"
-        ) from error
-    return out
+        cause, told = error, str(error).strip()
+    raise PeerError(
+        f"the ranks could not exchange their {what} within {timeout:g} s: {told} "
+        f"(every rank must do the same; a slow one may need a larger {TIMEOUT_VARIABLE})"
+    ) from cause
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
