@@ -562,16 +562,16 @@ class Lost(dist.Work):
 
 
 class Optional(Block):
-    """A block with a small parameter that only some steps use."""
+    """A block with small parameters that only some steps use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bonus = nn.Parameter(torch.ones(6))
-        self.used = False
+        self.one, self.two = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(3))
+        self.used = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return y + self.bonus.sum() if self.used else y
+        return y + getattr(self, self.used).sum() if self.used else y
 
 
 def optional(world: int) -> Any:
@@ -584,35 +584,45 @@ def optional(world: int) -> Any:
 def other_gradients(rank: int, world: int) -> list[str]:
     """Gradients that are there on one rank only are never summed with others; what it says. Then on with stock."""
     told = []
-    for case in ("alone", "alone, later", "others on each"):
-        stock, side = fresh(optional), fresh(optional)
-        tide.attach(side.model, transport=lambda c, r: open_transport("host", c, r, timeout=1.0))
-        sides = (stock, side)
+    # What all use in one step after the other, and what each rank uses then.
+    for before, then in ((("one",), ("one", "")), (("one", ""), ("one", "")), (("",), ("one", "two"))):
+        sides = fresh(optional), fresh(optional)
+        tide.attach(sides[1].model, transport=lambda c, r: open_transport("host", c, r, timeout=1.0))
 
-        def use(*wanted: bool, sides: Any = sides) -> None:
-            for s in sides:
-                s.model.layers[1].used = wanted[0]
-                s.model.layers[1].gate.requires_grad_(wanted[-1])
+        def step(number: int, used: str, sides: Any = sides) -> None:
+            for side in sides:
+                side.model.layers[1].used = used
+                train(side, rank, range(number, number + 1))
+            same(*sides, f"{used} in step {number}")
 
-        for step, used in enumerate((True, False) if case == "alone, later" else (True,)):
-            use(used, True)
-            for s in sides:
-                train(s, rank, range(step, step + 1))
-            same(*sides, case)
-        use(*((rank != 0, rank == 0) if case == "others on each" else (rank == 0, True)))
+        for number, used in enumerate(before):
+            step(number, used)
+        model = sides[1].model
+        model.layers[1].used = then[rank]
         try:
-            lossy(side.model, *data(9, rank)[0]).backward()
+            lossy(model, *data(9, rank)[0]).backward()
             told.append("no error")
         except PeerError as error:
             told.append(str(error))
-        tide.detach(side.model)
-        side.optimizer.zero_grad()
+        tide.detach(model)
+        sides[1].optimizer.zero_grad()
         dist.barrier()
-        use(True, True)
-        for s in sides:
-            train(s, rank, range(2, 4))
-        same(*sides, f"{case}: after it")
+        step(8, "one")
     return told
+
+
+def frozen_alone(rank: int, world: int) -> str:
+    """Rank 1 freezes a block, for which the plan stays as it is: its peer would take other blocks' gradients for it."""
+    side = fresh()
+    tide.attach(side.model)
+    train(side, rank, range(1))
+    side.model.layers[1].requires_grad_(rank == 0)
+    try:
+        train(side, rank, range(1, 2))
+    except PeerError as error:
+        tide.detach(side.model)
+        return str(error)
+    return "no error"
 
 
 def killed(rank: int, world: int) -> str:

@@ -81,12 +81,18 @@ def test_detach_in_a_hook_of_backward_is_refused() -> None:
 
 
 def test_gradients_that_are_not_on_all_ranks_are_an_error() -> None:
-    (_, one, apart), (none, _, equal) = run_ranks(jobs.other_gradients, 2, env={"TIDE_TIMEOUT": "1"})
-    assert "unit 'layers.1': the gradients of rank 1 are others than before (there is none of layers.1.bonus)" in none
-    assert "(there is one of layers.1.bonus), and not on all ranks" in one
+    (_, there, apart), (none, _, equal) = run_ranks(jobs.other_gradients, 2, env={"TIDE_TIMEOUT": "1"})
+    assert "unit 'layers.1': the gradients of rank 1 are others than before (there is none of layers.1.one)" in none
+    assert "unit 'layers.1': the gradients of rank 0 are others than before (there is one of layers.1.one)" in there
     for told in (apart, equal):
-        assert "gradient of layers.1.bonus: absent on rank 0; torch.float32 on rank 1" in told
-        assert "gradient of layers.1.gate: torch.float32 on rank 0; absent on rank 1" in told
+        assert "gradient of layers.1.one: torch.float32 on rank 0; absent on rank 1" in told
+        assert "gradient of layers.1.two: absent on rank 0; torch.float32 on rank 1" in told
+
+
+def test_a_block_that_one_rank_alone_has_frozen_is_an_error() -> None:
+    waits, frozen = run_ranks(jobs.frozen_alone, 2, env={"TIDE_TIMEOUT": "1"})
+    assert "exchange their configurations of the model within 1 s: rank 0 did not come" in frozen
+    assert "rank 1" in waits
 
 
 def test_detach_after_a_rank_was_killed() -> None:

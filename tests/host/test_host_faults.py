@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from host_cases import Case, block, cut, team, values
 from host_jobs import check_all_gather, check_reduce_scatter
 
@@ -166,6 +167,36 @@ def leave_job(rank: int, world: int) -> str:
 def test_closed_peer() -> None:
     """A peer that closed its transport is told apart from one that died."""
     assert "rank 1 has closed its transport" in run_ranks(leave_job, 2)[0]
+
+
+def apart_job(rank: int, world: int, collective: str) -> list[str]:
+    """Rank 0 leaves one collective out, of units that use the same memory: bytes and signals would suffice."""
+    session = Session(compiled := compiled_for(world), HostTransport.open(compiled, timeout=20))
+    told = []
+    for unit in ("a", "b", "a") if rank else ("a", "a"):
+        try:
+            if collective == "all_gather":
+                session.all_gather(unit, shards_of(compiled, unit, rank))
+                session.release(unit)
+            else:
+                check_reduce_scatter(session, compiled.spec.unit(unit), 0)
+        except PeerError as error:
+            told.append(str(error))
+            break
+    dist.barrier()
+    session.close()
+    return told
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_ranks_in_different_collectives_are_told(collective: str) -> None:
+    """No result is taken from it: the error comes with the collective that differs, and at once."""
+    start = time.monotonic()
+    for rank, told in enumerate(run_ranks(apart_job, 3, collective)):
+        assert len(told) == 1, f"rank {rank}: {told}"
+        assert "is in another collective than rank" in told[0] or "gave up because of rank" in told[0]
+        assert f"unit '{'b' if rank else 'a'}', {collective}" in told[0]
+    assert time.monotonic() - start < 15
 
 
 def chain_job(rank: int, world: int) -> str:

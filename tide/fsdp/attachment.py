@@ -25,6 +25,7 @@ from tide.plan import Plan
 from tide.session import Session
 from tide.topology import Topology
 from tide.transport import open_transport
+from tide.transport.agreement import agree, control_group, resolve_timeout
 from tide.transport.base import Transport
 from tide.transport.switch import settled
 
@@ -332,6 +333,8 @@ class Attachment:
             self._unbind()
             if compiled is not None:
                 self._open(compiled, units)
+        else:
+            self._agree_on(readings)
         self._readings, self._fingerprint = readings, fingerprint(readings)
 
     def _compile(self, readings: list[Reading]) -> Compiled | None:
@@ -349,6 +352,17 @@ class Attachment:
         compiled = compile_spec(spec, self._topology or Topology.discover(dist.get_world_size()), options)
         verify(compiled, full=False)
         return compiled
+
+    def _agree_on(self, readings: list[Reading]) -> None:
+        """Has all ranks come here where the model has changed and its plan has not: opening one would compare them.
+
+        A rank that is alone with a change, such as a frozen unit, would reduce other units than its peers from then on.
+        """
+        timeout = resolve_timeout()
+        rows = fingerprint(readings)
+        same = {f"configuration of {r.name or 'root'!r}": str(row) for r, row in zip(readings, rows, strict=True)}
+        with control_group(dist.group.WORLD, timeout) as control:
+            agree(same, None, control, timeout, "configurations of the model")
 
     def _open(self, compiled: Compiled, units: dict[str, AttachedUnit]) -> None:
         device = next(iter(units.values())).group.device

@@ -6,7 +6,7 @@ nothing that could be left behind, whatever ends a process; the kernel frees the
 mapping. It is not bounded by the size of ``/dev/shm`` either, which containers keep small::
 
     mapping ├─ arena (as compiled) ─────────────────┤─ header page ───────────┤
-                                                     └ doorbell · state · …
+                                                     └ doorbell · state · stamps
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Bytes behind the arena for this transport's own words; a page, so that it shares no line with signals.
 HEADER_BYTES = 4096
-#: Offsets in the header; a cache line each.
-DOORBELL, STATE = 0, 64
+#: Offsets in the header: a cache line each, and what the peers do up to its end.
+DOORBELL, STATE, STAMPS = 0, 64, 128
 
 
 def check_platform() -> None:

@@ -29,6 +29,7 @@ from tide.transport.host.memory import Segment, check_platform, create, machine_
 from tide.transport.host.operations import Await, Call, Operation
 from tide.transport.host.prepare import Prepared, Preparer, Rank
 from tide.transport.host.signals import Doorbells, futex_works, make_fence
+from tide.transport.host.stamps import Stamps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,6 +102,7 @@ class HostTransport(Transport):
         self._segments, self._processes = list(segments), list(processes)
         self._futex, fence = futex_works(), make_fence()
         self._doorbells = Doorbells(self._segments, rank, fence, self._futex)
+        self._stamps = Stamps(self._segments, rank, fence)
         words = [segment.words(arena.signals) for segment in self._segments]
         consumed = [0] * (arena.lanes * arena.world_size)
         self._context = Rank(compiled, rank, self._segments, words, consumed, self._doorbells, fence)
@@ -192,7 +194,9 @@ class HostTransport(Transport):
             call = prepared.bind(binding)
             try:
                 self._check_peers(binding, program)
+                self._stamps.begin(program, binding)
                 self._execute(prepared, call, binding.unit)
+                self._check_stamps(f"unit {binding.unit!r}, {program.collective}")
             except BaseException as error:  # an interrupt too leaves the programs of the ranks apart
                 self._give_up(error, self.rank)
                 raise
@@ -252,6 +256,7 @@ class HostTransport(Transport):
         self._storages.clear()
         self._prepared.clear()
         self._doorbells.release()
+        self._stamps.release()
         self._context.words.clear()
         self._segments.clear()
 
@@ -275,6 +280,15 @@ class HostTransport(Transport):
             if self._segments[peer].state[0] >= BROKEN and (gone := self._gone(peer)) is not None:
                 reason, cause = gone
                 self._fail(f"{reason}; unit {binding.unit!r}, {program.collective}, before its first step", cause)
+
+    def _check_stamps(self, where: str) -> None:
+        """Raises if a peer is in another collective: what has been moved does not belong together."""
+        if (peer := self._stamps.other()) is not None:
+            self._fail(
+                f"rank {peer} is in another collective than rank {self.rank}; {where}. Every rank must run the same "
+                "modules in the same order, and make gradients of the same parameters",
+                peer,
+            )
 
     def _execute(self, prepared: Prepared, call: Call, unit: str) -> None:
         """Takes the streams in turn until all have ended."""
@@ -321,6 +335,7 @@ class HostTransport(Transport):
                 return
             reason, cause = gone
             self._fail(f"{reason}; {where}: {wait}", cause)
+        self._check_stamps(f"{where}: {wait}")
         if time.monotonic() - since > self.timeout:
             self._fail(
                 f"rank {wait.peer} did not answer within {self.timeout:g} s; {where}: {wait}. It runs, so it may be "
