@@ -106,7 +106,8 @@ class Run:
         """Detaches; nothing of it is left on the parameters."""
         params = [param for name in self.attachment._units for param in self.attachment.unit(name).params]
         tide.detach(self.side.model)
-        hooks = [param._unsharded_param._post_accumulate_grad_hooks for param in params]
+        whole = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+        hooks = [tensor._post_accumulate_grad_hooks for tensor in whole]
         assert not any(hooks), hooks
 
 

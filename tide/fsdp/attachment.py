@@ -226,9 +226,7 @@ class Attachment:
             return
         failure = None if self._session is None else self._session.transport.failure
         busy = any(introspect.is_busy(reading.wrapped.state) for reading in self._readings)
-        if failure is None and busy:
-            failure = self._failure
-        if failure is not None:
+        if (failure := failure or (self._failure if busy else None)) is not None:
             self._give_up_step(failure)
         elif busy:
             raise AttachError(
@@ -358,9 +356,8 @@ class Attachment:
 
         A rank that is alone with a change, such as a frozen unit, would reduce other units than its peers from then on.
         """
-        timeout = resolve_timeout()
-        rows = fingerprint(readings)
-        same = {f"configuration of {r.name or 'root'!r}": str(row) for r, row in zip(readings, rows, strict=True)}
+        timeout, rows = resolve_timeout(), zip(readings, fingerprint(readings), strict=True)
+        same = {f"configuration of {reading.name or 'root'!r}": str(row) for reading, row in rows}
         with control_group(dist.group.WORLD, timeout) as control:
             agree(same, None, control, timeout, "configurations of the model")
 
