@@ -85,7 +85,7 @@ def test_bulk_copies(kernel: str):
     variant = bulk_variant(kernel)
     built, constants = variant.compile(), dict(variant.constants)
     operands = 2 if kernel == "accumulate" else 1
-    load = r"cp\.async\.bulk\.tensor\.2d\.shared::cta\.global"
+    load = r"cp\.async\.bulk\.tensor\.2d\.shared::(?:cta|cluster)\.global"  # the older name of it up to Triton 3.6
     # once in the loop, and once for each stage that is loaded ahead of it
     assert built.count(load) == operands * constants["STAGES"]
     assert constants["STAGES"] >= 3

@@ -73,26 +73,6 @@ def _place_kind(
 
 
 @triton.jit
-def _place_table(
-    table,
-    SRC: tl.constexpr,
-    DST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NARROW_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    BULK: tl.constexpr,
-):
-    """Carry out this program's share of a table; operand 0 is the destination, operand 1 the source."""
-    if BULK:
-        place_whole_tiles(table, SRC, DST, BLOCK, STAGES)
-    else:
-        _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
-    _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, STRIDED)
-    _place_kind(table, SRC, DST, 1, NARROW_BLOCK, 1, NARROW)
-
-
-@triton.jit
 def place_kernel(
     table,
     SRC: tl.constexpr,
@@ -103,8 +83,13 @@ def place_kernel(
     STAGES: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Cast and scatter the segments of a table."""
-    _place_table(table, SRC, DST, WIDTH, BLOCK, NARROW_BLOCK, STAGES, BULK)
+    """Cast and scatter this program's share of a table; operand 0 is the destination, operand 1 the source."""
+    if BULK:
+        place_whole_tiles(table, SRC, DST, BLOCK, STAGES)
+    else:
+        _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, FLAT)
+    _place_kind(table, SRC, DST, WIDTH, BLOCK // WIDTH, STAGES, STRIDED)
+    _place_kind(table, SRC, DST, 1, NARROW_BLOCK, 1, NARROW)
 
 
 @triton.jit
@@ -127,7 +112,7 @@ def place_chain_kernel(
     step = 0
     while step < steps:
         record = chain + 1 + step * STEP_WORDS
-        _place_table(chain + tl.load(record), SRC, DST, WIDTH, BLOCK, NARROW_BLOCK, STAGES, BULK)
+        place_kernel(chain + tl.load(record), SRC, DST, WIDTH, BLOCK, NARROW_BLOCK, STAGES, BULK)
         counter = tl.load(record + 1)
         if counter != 0:
             tl.debug_barrier()
