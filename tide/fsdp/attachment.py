@@ -423,14 +423,10 @@ class Attachment:
         """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
         self.steps += 1
         self._failure = None
-        try:
-            if self.early_reduce:
-                early.settle(self, list(self._units.values()))
-            if fingerprint(self._readings) != self._fingerprint:
-                self._bind()
-        except TideError as error:
-            self.failed(error)
-            raise
+        if self.early_reduce:
+            early.settle(self, list(self._units.values()))
+        if fingerprint(self._readings) != self._fingerprint:
+            self._bind()
 
 
 def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

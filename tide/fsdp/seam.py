@@ -81,11 +81,7 @@ def _all_gather(
     unit = unit_of(fsdp_params)
     if unit is None:
         return stock()
-    try:
-        return unit.all_gather(stock, *streams, prefetch=_calling.prefetch)
-    except TideError as error:
-        unit.attachment.failed(error)
-        raise
+    return _noting_errors(unit, partial(unit.all_gather, stock, *streams, prefetch=_calling.prefetch))
 
 
 def _copy_out(all_gather_result: Any, fsdp_params: Any, group: Any, **kwargs: Any) -> None:
@@ -122,8 +118,13 @@ def _reduce(
     unit = unit_of(fsdp_params)
     if unit is None:
         return stock()
+    return _noting_errors(unit, partial(unit.reduce, stock, fsdp_params, unsharded_grads, reduce_scatter_stream))
+
+
+def _noting_errors(unit: AttachedUnit, call: Callable[[], Any]) -> Any:
+    """What the call returns. An error of TIDE's ends the step: the model can be detached in the middle of it."""
     try:
-        return unit.reduce(stock, fsdp_params, unsharded_grads, reduce_scatter_stream)
+        return call()
     except TideError as error:
         unit.attachment.failed(error)
         raise
