@@ -15,6 +15,7 @@ import os
 import platform
 import socket
 import sys
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +91,7 @@ class Segment:
 
     def __init__(self, array: Bytes, arena: int) -> None:
         self.array, self.arena = array, arena
-        self.state = array[arena + STATE : arena + STATE + 8].data.cast("Q")
+        self.state = self.header(STATE, STATE + 8)
 
     @classmethod
     def map(cls, path: str, arena: int) -> Segment:
@@ -117,6 +118,10 @@ class Segment:
     def words(self, offset: int) -> memoryview:
         """The arena from ``offset`` on as 8-byte words."""
         return self.array[offset : self.arena].data.cast("Q")
+
+    def header(self, start: int, stop: int, code: Literal["I", "Q"] = "Q") -> memoryview:
+        """A part of the header as words, of 8 bytes or as ``code`` says."""
+        return self.array[self.arena + start : self.arena + stop].data.cast(code)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D tensor at ``offset`` with a storage of exactly its size, which cannot be resized."""

@@ -117,7 +117,7 @@ class Doorbells:
     def __init__(self, segments: Sequence[Segment], rank: int, fence: Callable[[], None], futex: bool) -> None:
         self._rank, self._world, self._rings = rank, len(segments), 0
         self._fence, self._futex = fence, futex
-        self._words = [s.array[s.arena + DOORBELL : s.arena + DOORBELL + 4].data.cast("I") for s in segments]
+        self._words = [s.header(DOORBELL, DOORBELL + 4, "I") for s in segments]
         self._addresses = [ctypes.c_void_p(s.address + s.arena + DOORBELL) for s in segments]
         self._call, self._number = _syscall(), ctypes.c_long(_numbers()[0])
         self._nap = self.NAPS[0]

@@ -37,7 +37,7 @@ class Stamps:
     def __init__(self, segments: Sequence[Segment], rank: int, fence: Callable[[], None]) -> None:
         self._rank, self._fence = rank, fence
         usable = segments if len(segments) <= MOST else ()
-        self._words = [s.array[s.arena + STAMPS : s.arena + HEADER_BYTES].data.cast("Q") for s in usable]
+        self._words = [segment.header(STAMPS, HEADER_BYTES) for segment in usable]
         self._numbers = [0] * len(segments)
         self._current: list[tuple[int, int, int]] = []  # peer, place and stamp of the collective under way
 
