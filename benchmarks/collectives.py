@@ -26,6 +26,7 @@ from torch import nn
 from common import PAUSE, Results, host_pace, median, parser, say, start, table, timed
 from copy_rate import copy_engine_rate
 from models import CASES
+from records import SWEEP
 from units import COLLECTIVES, VARIANTS, Unit
 from variants import parse
 
@@ -181,7 +182,7 @@ def main() -> None:
         todo = [(CASES[name].name + " block", CASES[name].make) for name in options.models.split(",")]
     if options.sweep:
         for size in [1 << k for k in range(16, 32, 2)] + [1 << 31]:
-            label = f"sweep {size >> 20} MiB" if size >> 20 else f"sweep {size >> 10} KiB"
+            label = f"{SWEEP} {size >> 20} MiB" if size >> 20 else f"{SWEEP} {size >> 10} KiB"
             todo.append((label, lambda size=size: Flat(size)))  # type: ignore[misc]
     results = Results("collectives", options.out, copy_engine_gb_s=rates)
     for label, make in todo:

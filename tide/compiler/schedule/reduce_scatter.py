@@ -211,10 +211,10 @@ class Builder:
         steps: list[Step] = []
         if casts := self.casts():
             steps.append(Place(casts))
-        queues = [(peer, self.team.seat(peer)[1]) for peer in self.peers]
-        works = [
-            (peer, self.memo.setdefault(("push", self.local, local), {}), self.work(local)) for peer, local in queues
-        ]
+        works = []
+        for peer in self.peers:
+            local = self.team.seat(peer)[1]
+            works.append((peer, self.memo.setdefault(("push", self.local, local), {}), self.work(local)))
         for number in range(max((len(work) for _, _, work in works), default=0)):
             wave = [(peer, self.pushed(memo, work[number], peer)) for peer, memo, work in works if number < len(work)]
             if self.areas.ring or number == 0:
