@@ -23,6 +23,7 @@ from records import RESULTS, SWEEP, Record, newest, take
 README = Path(__file__).parent / "README.md"
 BLOCK = re.compile(r"(<!-- table: (?P<kind>[a-z-]+) (?P<hardware>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {"tide": "TIDE"}
+SCALING = ("scaling-collectives", "scaling-steps", "scaling-interference")
 BLOCKS = ("Llama-3.1-70B block", "Qwen3-30B-A3B block", "Wan2.2-A14B block")
 
 
@@ -296,6 +297,10 @@ def render(kind: str, hardware: str, folder: Path = RESULTS) -> str:
     """
     if kind == "goals":
         return goals(hardware, folder)
+    if kind.startswith("scaling-"):
+        import scaling  # compiles plans
+
+        return scaling.KINDS[kind](folder)
     benchmark, make = KINDS[kind]
     record = newest(benchmark, hardware, folder, SWEEP if kind == "sweep" else "")
     return "Not measured." if record is None else make(record)
@@ -309,7 +314,7 @@ def rewritten(text: str, folder: Path = RESULTS) -> str:
 def main() -> None:
     """Rewrites, checks or prints."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("kind", nargs="?", choices=[*KINDS, "goals"])
+    options.add_argument("kind", nargs="?", choices=[*KINDS, "goals", *SCALING])
     options.add_argument("hardware", nargs="?", default="2xh200")
     options.add_argument("--check", action="store_true")
     options.add_argument("--results", type=Path, default=RESULTS)

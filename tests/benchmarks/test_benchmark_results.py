@@ -76,7 +76,7 @@ def test_a_table_has_a_line_a_case_and_its_figures():
         assert f"**{found[(*case, 'tide')]['ms']:.1f}**" in line
 
 
-@pytest.mark.parametrize("kind", [*tables.KINDS, "goals"])
+@pytest.mark.parametrize("kind", [*tables.KINDS, "goals", *tables.SCALING])
 def test_every_table_is_square(kind):
     lines = [line for line in tables.render(kind, HARDWARE).splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) <= 1
