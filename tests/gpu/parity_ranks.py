@@ -46,6 +46,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--signals", choices=("nccl", "word"), default="nccl", help="what tells of a put")
     parser.add_argument("--debug", action="store_true", help="parity: poison vacated slots, delay random streams")
     parser.add_argument("--early", action="store_true", help="parity: with early_reduce=True, however small the part")
+    parser.add_argument("--reuse", action="store_true", help="parity: with PlanOptions(slot_reuse=True)")
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="parity: this case")
     parser.add_argument("--part", type=int, default=0, help="parity: every PARTS-th case from this one on")
     parser.add_argument("--parts", type=int, default=1)
@@ -235,6 +236,11 @@ def parity(rank: int, world: int, given: argparse.Namespace, tell: Any) -> None:
         wrong.clear()
         if given.early:
             case = with_early_parts(case)
+        if given.reuse:
+            if case.attach.get("options") is not None:
+                tell({**row, "outcome": "other", "why": "has plan options of its own"})
+                continue
+            case = fsdp_parity.through_slots(case)
         attach = {**case.attach, "transport": transport_of(given), **where}
         if given.debug:
             attach["debug"] = True
