@@ -187,7 +187,7 @@ def test_tally_counts_segments() -> None:
     three = tuple(Transfer(region(100 * i), region(100 * i), 1, 10) for i in range(3))
     sender = _program(0, a=(Put(1, three, Lane.WIRE), Signal(1, Lane.WIRE, 2), Put(1, three[:1], Lane.WIRE)))
     assert signals_given(sender, 1) == {Lane.WIRE: [3, 1, 1, 1]}
-    tally = Tally({0: sender, 1: _program(1)}, 1)
+    tally = Tally({0: signals_given(sender, 1)}.__getitem__, 1)
     assert tally.take(0, Lane.WIRE, 1) == 3
     assert tally.take(0, Lane.WIRE, 2) == 2
     with pytest.raises(TransportError, match="leaves 1 signals WIRE of position 0"):

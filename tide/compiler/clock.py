@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tide.compiler.compile import Compiled
@@ -122,7 +122,14 @@ class Clock:
         return max((event.stop for events in self.events.values() for event in events), default=0.0)
 
 
-def clock(compiled: Compiled, unit: str, collective: str, rank: int, scope: str | None = None) -> Clock:
+def clock(
+    compiled: Compiled,
+    unit: str,
+    collective: str,
+    rank: int,
+    scope: str | None = None,
+    programs: Mapping[int, Program] | None = None,
+) -> Clock:
     """Runs the predicted clock of one collective.
 
     Parameters
@@ -138,6 +145,8 @@ def clock(compiled: Compiled, unit: str, collective: str, rank: int, scope: str 
     scope : {"rank", "node", "group"}, optional
         Ranks to run; by default a group of up to `GROUP_RANKS`, else the node if that makes no more than
         `NODE_STEPS` steps, else the rank alone.
+    programs : mapping of int to Program, optional
+        By position, where they are not those of the whole unit.
 
     Raises
     ------
@@ -147,13 +156,15 @@ def clock(compiled: Compiled, unit: str, collective: str, rank: int, scope: str 
     group, position = compiled.group(unit, rank)
     team = compiled.context(unit, rank).team
     node, _ = team.seat(position)
+    if programs is None:
+        programs = compiled.programs(unit, collective, rank)
     if scope is None:
-        steps = len(compiled.program(unit, collective, rank)) * team.per_node
+        steps = len(programs[position]) * team.per_node
         scope = "group" if team.size <= GROUP_RANKS else "node" if steps <= NODE_STEPS else "rank"
     actors = {"rank": (position,), "node": team.grid[node], "group": tuple(range(team.size))}.get(scope)
     if actors is None:
         raise InputError(f"clock: no scope {scope!r}; there are 'rank', 'node' and 'group'")
-    return _Run(compiled, unit, collective, group, team, actors).run(scope)
+    return _Run(compiled, unit, collective, group, team, actors, programs).run(scope)
 
 
 class _Lanes:
@@ -201,6 +212,7 @@ class _Run:
         group: tuple[int, ...],
         team: Team,
         actors: tuple[int, ...],
+        programs: Mapping[int, Program],
     ) -> None:
         self.unit, self.collective, self.group, self.team = unit, collective, group, team
         self.links: Links = compiled.topology.links
@@ -211,7 +223,7 @@ class _Run:
         self.queues: list[_Queue] = []
         self.events: dict[int, dict[str, list[Event]]] = {}
         for actor in actors:
-            program = compiled.program(unit, collective, group[actor])
+            program = programs[actor]
             arrivals = _arrivals(compiled.context(unit, group[actor]), program)
             self.events[actor] = {stream.name: [] for stream in program.streams}
             self.queues += [

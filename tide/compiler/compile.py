@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
@@ -141,26 +141,36 @@ class Compiled:
             Reduce-scatter only: whether the unit's slot has been vacated. The program then uses it if the plan
             reuses slots and the gradients fit, and says so (:attr:`Program.in_slot`).
         """
+        _, position = self.group(unit, rank)
+        return self.programs(unit, collective, rank, subset, grad_dtypes, in_slot)[position]
+
+    def programs(
+        self,
+        unit: str,
+        collective: str,
+        rank: int,
+        subset: Sequence[int] | None = None,
+        grad_dtypes: Mapping[int, str] | None = None,
+        in_slot: bool = True,
+    ) -> Programs:
+        """Programs of all positions of the shard group of ``rank``, each made when it is looked at.
+
+        Parameters as for `program`. What several positions have in common is made once for all of them.
+        """
         if collective not in COLLECTIVES:
             raise InputError(f"no collective {collective!r}; there are {' and '.join(COLLECTIVES)}")
-        damaged = self.overrides.get((unit, collective, rank))
-        if damaged is not None and subset is None and (in_slot or not self.options.slot_reuse):
-            return damaged
         context = self.context(unit, rank, in_slot)
-        _, position = self.group(unit, rank)
+        ranks, _ = self.group(unit, rank)
         chosen = None if subset is None else tuple(subset)
         other = tuple(sorted(grad_dtypes.items())) if grad_dtypes else ()
         memory = context.slot_bytes, context.by_switch
         key = (self._signatures[unit], context.team, collective, chosen, other, memory)
         made = self._kept(key) if chosen is not None or other else self._programs.setdefault(key, {})
-        if position not in made:
-            if collective == "all_gather":
-                made[position] = all_gather_program(context, position)
-            else:
-                if other:
-                    context = _with_grad_dtypes(context, dict(other))
-                made[position] = reduce_scatter_program(context, position, chosen)
-        return made[position]
+        damaged = {}
+        if self.overrides and subset is None and (in_slot or not self.options.slot_reuse):
+            found = ((position, (unit, collective, rank)) for position, rank in enumerate(ranks))
+            damaged = {position: self.overrides[name] for position, name in found if name in self.overrides}
+        return Programs(context, collective, chosen, other, made, damaged)
 
     def _kept(self, key: tuple[object, ...]) -> dict[int, Program]:
         """Programs of one subset, by position; it is now the one used last."""
@@ -173,6 +183,57 @@ class Compiled:
         """A copy in which ``rank`` runs ``program`` for ``unit``; for experiments and tests."""
         overrides = {**self.overrides, (unit, program.collective, rank): program}
         return replace(self, overrides=overrides)
+
+
+class Programs(Mapping[int, Program]):
+    """Programs of one collective by position; made by :meth:`Compiled.programs`.
+
+    Parameters
+    ----------
+    context : UnitContext
+        Unit, team and memory.
+    collective : str
+        ``"all_gather"`` or ``"reduce_scatter"``.
+    subset : tuple of int or None
+        Parameters with a gradient.
+    grad_dtypes : tuple of (int, str)
+        Element types of gradients that differ from the plan's.
+    made : dict of int to Program
+        Where they are kept.
+    damaged : dict of int to Program
+        What takes the place of others.
+    """
+
+    def __init__(
+        self,
+        context: UnitContext,
+        collective: str,
+        subset: tuple[int, ...] | None,
+        grad_dtypes: tuple[tuple[int, str], ...],
+        made: dict[int, Program],
+        damaged: dict[int, Program],
+    ) -> None:
+        self.context, self.collective, self.subset = context, collective, subset
+        self._cast = _with_grad_dtypes(context, dict(grad_dtypes)) if grad_dtypes else context
+        self._made, self._damaged = made, damaged
+
+    def __getitem__(self, position: int) -> Program:
+        if position in self._damaged:
+            return self._damaged[position]
+        if position not in self._made:
+            if not 0 <= position < len(self):
+                raise KeyError(position)
+            if self.collective == "all_gather":
+                self._made[position] = all_gather_program(self.context, position)
+            else:
+                self._made[position] = reduce_scatter_program(self._cast, position, self.subset)
+        return self._made[position]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.context.team.size))
+
+    def __len__(self) -> int:
+        return self.context.team.size
 
 
 def _with_grad_dtypes(context: UnitContext, grad_dtypes: Mapping[int, str]) -> UnitContext:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,14 +35,14 @@ from tide.transport.cuda.operations import (
     fixed_call,
     memory_operations,
 )
-from tide.transport.cuda.order import issue_order
+from tide.transport.cuda.peers import Peers
 from tide.transport.cuda.staging import Staging
 from tide.transport.cuda.tables import LaunchSet, accumulate_jobs, chain_job, place_jobs, switch_jobs
 from tide.transport.cuda.wire import Channel, Tally, Wire, segments
 from tide.transport.cuda.words import Counters, check_distance
 
 
-def lower(program: Program, binding: Binding, programs: Mapping[int, Program], device: Device) -> Lowered:
+def lower(program: Program, binding: Binding, peers: Peers, device: Device) -> Lowered:
     """Prepares a program of one unit.
 
     Parameters
@@ -51,12 +51,12 @@ def lower(program: Program, binding: Binding, programs: Mapping[int, Program], d
         This rank's.
     binding : Binding
         Unit, slot and ranks; its tensors are not looked at.
-    programs : mapping of int to Program
-        Those of all positions, for the order of issue and the number of signals that a put carries.
+    peers : Peers
+        The order of issue, and the number of signals that a put of theirs carries.
     device : Device
         Driver, streams, arenas, counters.
     """
-    return _Lowering(program, binding, device, programs).run(issue_order(programs, program.position))
+    return _Lowering(program, binding, device, peers).run()
 
 
 class _Given(NamedTuple):
@@ -72,7 +72,7 @@ _CALLERS = frozenset(Buffer) - ARENA
 
 
 class _Lowering:
-    def __init__(self, program: Program, binding: Binding, device: Device, programs: Mapping[int, Program]) -> None:
+    def __init__(self, program: Program, binding: Binding, device: Device, peers: Peers) -> None:
         # Operations keep this object; the call's tensors must not live as long.
         self.program, self.binding, self.device = program, replace(binding, tensors={}), device
         self.driver, self.words = device.driver, device.words
@@ -86,7 +86,7 @@ class _Lowering:
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
         self.gated: set[str] = set()
         self.pending: tuple[int, list[MemoryOperation]] | None = None
-        self.tally = Tally(programs, program.position)
+        self.tally, self.order = Tally(peers.given, program.position), peers.order
         self.waiting: tuple[int, Channel, list[tuple[int, int, Channel]]] | None = None  # stream, first one, all
         self.waits = 0  # calls of NCCL's wait
         self.totals: dict[int, int] = {}
@@ -96,7 +96,7 @@ class _Lowering:
         self.taken: dict[Lane, int] = {}
         self.batches: list[tuple[int, int, CopyStep]] = []  # place among the operations, stream, copies
 
-    def run(self, order: Sequence[tuple[int, int]]) -> Lowered:
+    def run(self) -> Lowered:
         out, program = self.out, self.program
         out.name = f"tide::{program.collective}/{self.binding.unit}"
         out.streams = [(stream.name, self.device.stream(stream.name)) for stream in program.streams]
@@ -105,7 +105,7 @@ class _Lowering:
                 self.append(self.gate(handle))
         if self.device.counters is not None:
             self.chain(self.device.counters)
-        for number, index in order:
+        for number, index in self.order:
             stream, handle = program.streams[number], out.streams[number][1]
             if index == stream.released and stream.name in program.release:
                 self.append(self.released(handle))

@@ -33,6 +33,7 @@ from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.multicast import demand
 from tide.transport.cuda.operations import Device
+from tide.transport.cuda.peers import Peers
 from tide.transport.cuda.request import arena_bytes, arena_request, why_no_switch, wire_of
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
@@ -125,6 +126,7 @@ class CudaTransport(Transport):
             stand_in=settings.multicast == "standin",
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}  # in the order of their last use
+        self._peers: dict[int, Peers] = {}  # by the id of their program, likewise
         self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
         self._own: dict[tuple[int, Lane], int] = {}
@@ -298,7 +300,7 @@ class CudaTransport(Transport):
         self.books.add(ticket, None)
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
-        lowered = lower(program, binding, self._programs(program, binding), self._device)
+        lowered = lower(program, binding, self._peers_of(program, binding), self._device)
         limit = self.driver.max_pitch
         if lowered.copies.widest_pitch() > limit:
             raise CapabilityError(
@@ -313,23 +315,29 @@ class CudaTransport(Transport):
             old.close()
         return lowered
 
-    def _programs(self, program: Program, binding: Binding) -> Mapping[int, Program]:
-        """The programs of all positions in the collective of which ``program`` is this rank's part."""
-        own = {program.position: program}
-        if program.collective not in COLLECTIVES:  # a claim: waits on credits only
-            return own
-        found: tuple[Sequence[int] | None, Mapping[int, str]] = None, {}
-        in_slot = program.in_slot
-        if program is not self.compiled.program(binding.unit, program.collective, self.rank, in_slot=in_slot):
-            parameters = self.compiled.spec.unit(binding.unit).parameters
-            grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
-            outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
-            found = outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
-        others = {
-            position: self.compiled.program(binding.unit, program.collective, rank, *found, in_slot=in_slot)
-            for position, rank in enumerate(binding.ranks)
-        }
-        return {**others, **own}
+    def _peers_of(self, program: Program, binding: Binding) -> Peers:
+        """What fits the programs of the others in a collective; units with one program share it."""
+        peers = self._peers.pop(id(program), None)
+        if peers is None:
+            programs = None
+            if program.collective in COLLECTIVES:  # and no claim, which waits on credits only
+                programs = self.compiled.programs(
+                    binding.unit, program.collective, self.rank, *self._found(program, binding), program.in_slot
+                )
+            peers = Peers(self.compiled, binding.unit, self.rank, program, programs)
+        self._peers[id(program)] = peers  # which keeps the program, and so its id
+        while len(self._peers) > self.most_prepared:
+            self._peers.pop(next(iter(self._peers)))
+        return peers
+
+    def _found(self, program: Program, binding: Binding) -> tuple[Sequence[int] | None, Mapping[int, str]]:
+        """Which gradients a program reduces, and their types, where these are not the plan's."""
+        if program is self.compiled.program(binding.unit, program.collective, self.rank, in_slot=program.in_slot):
+            return None, {}
+        parameters = self.compiled.spec.unit(binding.unit).parameters
+        grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
+        outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
+        return outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
 
     def vacated(self, unit: str) -> None:
         """Notes that what the current stream has been given so far is the last to read the unit's storage."""

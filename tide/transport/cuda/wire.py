@@ -160,21 +160,21 @@ class Tally:
 
     Parameters
     ----------
-    programs : mapping of int to Program
-        Of all positions.
+    given : callable
+        NCCL signals behind each signal that a peer gives to the position: `signals_given` of the peer's program.
     position : int
         Whose waits.
     """
 
-    def __init__(self, programs: Mapping[int, Program], position: int) -> None:
-        self._programs, self._position = programs, position
-        self._given: dict[int, dict[Lane, list[int]]] = {}
+    def __init__(self, given: Callable[[int], Mapping[Lane, list[int]]], position: int) -> None:
+        self._find, self._position = given, position
+        self._given: dict[int, Mapping[Lane, list[int]]] = {}
         self._taken: dict[tuple[int, Lane], int] = {}
 
     def take(self, peer: int, lane: Lane, count: int) -> int:
         """NCCL signals behind the next ``count`` signals of ``peer`` on ``lane``."""
         if peer not in self._given:
-            self._given[peer] = signals_given(self._programs[peer], self._position)
+            self._given[peer] = self._find(peer)
         given, first = self._given[peer].get(lane, []), self._taken.get((peer, lane), 0)
         if first + count > len(given):
             raise TransportError(

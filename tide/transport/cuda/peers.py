@@ -1,0 +1,84 @@
+"""What a rank has to know of its peers' programs: the order of issue that fits theirs, and how they signal puts.
+
+Where all ranks hold equal shards, their programs are equal but for the names of the peers, and a rank finds both in
+its own. A rank of a thousand would otherwise make a thousand programs for each of its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tide.compiler.clock import GROUP_RANKS, clock
+from tide.compiler.compile import Compiled, Programs
+from tide.compiler.schedule.unit import UnitContext
+from tide.compiler.steps import Lane, Program
+from tide.transport.cuda.order import in_time, issue_order
+from tide.transport.cuda.wire import signals_given
+
+
+class Peers:
+    """One rank's view of a collective.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        The plan.
+    unit : str
+        A unit with this program.
+    rank : int
+        This rank.
+    program : Program
+        Its program.
+    programs : Programs or None
+        Those of all positions; None for a program that concerns nobody else.
+
+    Attributes
+    ----------
+    order : list of (int, int)
+        Stream and step, in the order of issue.
+    """
+
+    def __init__(self, compiled: Compiled, unit: str, rank: int, program: Program, programs: Programs | None) -> None:
+        self.program, self._programs = program, programs
+        #: Whether the own program stands for all others; small groups are looked at as they are.
+        self.alike = programs is not None and len(programs) > GROUP_RANKS and even(programs.context)
+        self.order = self._order(compiled, unit, rank)
+        self._given: dict[int, Mapping[Lane, list[int]]] = {}
+
+    def _order(self, compiled: Compiled, unit: str, rank: int) -> list[tuple[int, int]]:
+        if self._programs is None:
+            return issue_order({self.program.position: self.program}, self.program.position)
+        if self._programs.context.team.nodes == 1:
+            return issue_order(self._programs, self.program.position)
+        course = clock(compiled, unit, self.program.collective, rank, "rank" if self.alike else "group", self._programs)
+        if course.assumed:  # not so alike after all
+            self.alike = False
+            course = clock(compiled, unit, self.program.collective, rank, "group", self._programs)
+        return in_time(self.program, course.events[rank], compiled.topology.links.network_latency)
+
+    def given(self, peer: int) -> Mapping[Lane, list[int]]:
+        """NCCL signals behind each signal that a position of another node gives to this one; see `signals_given`."""
+        if peer not in self._given:
+            own = self.program.position
+            assert self._programs is not None, "a claim waits for nobody on another node"
+            if self.alike and self.program.collective == "reduce_scatter" and not self._programs.context.by_switch:
+                self._given[peer] = signals_given(self.program, self._mirror(peer))
+            else:
+                self._given[peer] = signals_given(self._programs[peer], own)
+        return self._given[peer]
+
+    def _mirror(self, peer: int) -> int:
+        """To whom this position is what ``peer`` is to it: as many nodes on as that one is behind, on the same rail."""
+        assert self._programs is not None
+        team = self._programs.context.team
+        (node, local), (far, there) = team.seat(self.program.position), team.seat(peer)
+        assert local == there, "partial sums stay on their rail"
+        return team.grid[(2 * node - far) % team.nodes][local]
+
+
+def even(context: UnitContext) -> bool:
+    """Whether all positions of a unit's team hold equal shards of every parameter."""
+    tables = (context.table(index) for index in range(len(context.unit.parameters)))
+    return all(bool(np.all(table.run == table.run[0])) for table in tables)
