@@ -250,36 +250,28 @@ class CudaTransport(Transport):
         with self._issue:
             self.raise_if_broken()
             self.driver.bind_thread()
-            lowered = self._lowered.pop((id(program), binding.unit), None) or self._lower(program, binding)
-            self._lowered[id(program), binding.unit] = lowered
+            key = id(program), binding.unit  # of a program that what is kept keeps alive
+            lowered = self._lowered.pop(key, None) or self._lower(program, binding)
+            self._lowered[key] = lowered
             self.books.make_room(program.collective)
             tensors = lowered.prepare(binding)
-            lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
             behind = self.books.unawaited(binding.slot) if program.uses_slot else []
-            lowered.unawaited = self.books.ends(behind)
-            lowered.record, lowered.released = self.books.record, []
-            self._numbers += 1
-            lowered.last = self._numbers
+            self._numbers = lowered.last = self._numbers + 1
             ticket = CudaTicket(self, self._numbers, binding, lowered, behind)
-            lowered.marks, ticket.midway = ticket.marks, lowered.released
-            # From here on the device may read and write them, however far the host comes.
-            if program.collective == "reduce_scatter":
-                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
-                ticket.outputs = lowered.of(Buffer.OUT, tensors)
-                # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
-                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
-            else:
-                ticket.tensors = tensors, lowered.keep_alive()
+            if program.uses_slot:
+                ticket.gate = self._vacated.get(binding.slot, 0)
+            lowered.ticket, lowered.unawaited = ticket, self.books.ends(behind) if behind else []
+            ticket.hold(lowered, tensors)
             self.driver.range_push(lowered.name)
             try:
-                ticket.entry = lowered.entry = self.books.record(self.driver.current_stream())
+                ticket.entry = self.books.record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
                 ticket.released = list(ticket.midway)
-                for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
-                    event = self.books.record(handle)
+                for stream, reads_gradients in lowered.ends:
+                    event = self.books.record(stream)
                     ticket.ends.append(event)
-                    if name in program.release and stream.released is None:
+                    if reads_gradients:
                         ticket.released.append(event)
             except BaseException as error:
                 # The counters no longer say what the device has been told.
@@ -294,7 +286,7 @@ class CudaTransport(Transport):
     def _adopt(self, ticket: CudaTicket, lowered: Lowered) -> None:
         """Takes in what was issued of a collective that broke off: the watchdog sets its waits free."""
         with suppress(TransportError):  # of a device that does not answer any more, nothing can be waited for
-            ticket.ends = [self.books.record(handle) for _, handle in lowered.streams]
+            ticket.ends = [self.books.record(stream) for stream in lowered.streams]
         self.books.add(ticket, None)
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
