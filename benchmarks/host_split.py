@@ -41,6 +41,7 @@ class DriverClock:
             spent.append((time.perf_counter() - begin) * 1e6)
             return result
 
+        call.argtypes = getattr(function, "argtypes", None)  # type: ignore[attr-defined]  # for `laid_down`
         return call
 
     def clear(self) -> None:
