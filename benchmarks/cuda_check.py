@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/cuda_check.py --out cuda_check.json
 
 Sections (``--only`` picks some): ``ceiling``, ``correct``, ``stress``, ``time``, ``variants``, ``sweep``,
-``issue``, ``signals``, ``trace``, ``fail``. What is timed is aligned on the device first, by a small gather behind a
-kernel that sleeps, so that neither the host nor a late peer is in the figure; each figure is the slowest rank's,
-the median of the repeats.
+``issue``, ``split``, ``signals``, ``trace``, ``fail``. What is timed is aligned on the device first, by a small gather
+behind a kernel that sleeps, so that neither the host nor a late peer is in the figure; each figure is the slowest
+rank's, the median of the repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cuda_check_micro import issue, signal_times, trace
+from cuda_check_micro import issue, signal_times, splits, trace
 from cuda_check_support import Bench, bf16_equal, block_units, whole_of
 from tide.compiler.model import Parameter
 from tide.compiler.options import MIB, ROUTES, PlanOptions
@@ -360,7 +360,7 @@ def fail(bench: Bench, out: dict[str, Any]) -> None:
     dist.barrier()
 
 
-SECTIONS = ("ceiling", "correct", "stress", "time", "variants", "sweep", "issue", "signals", "trace", "fail")
+SECTIONS = ("ceiling", "correct", "stress", "time", "variants", "sweep", "issue", "split", "signals", "trace", "fail")
 
 
 def main() -> None:
@@ -388,6 +388,7 @@ def main() -> None:
         "variants": lambda out: variants(bench, out),
         "sweep": lambda out: sweep(bench, out),
         "issue": lambda out: issue(bench, out),
+        "split": lambda out: splits(bench, out),
         "signals": lambda out: signal_times(bench, out),
         "trace": lambda out: trace(bench, out, os.path.dirname(given.out) or "."),
         "fail": lambda out: fail(bench, out),

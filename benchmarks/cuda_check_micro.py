@@ -7,16 +7,16 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cuda_check_support import Bench, block_units
+from cuda_check_support import MILLISECOND, Bench, block_units
+from host_split import DriverClock, split
 from tide.compiler.model import Parameter
 from tide.compiler.options import PlanOptions
-from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.words import STRIDE, VALUES
 
 
@@ -69,8 +69,6 @@ def issue(bench: Bench, out: dict[str, Any]) -> None:
         if name == "llama":
             out["calls"] = _single_calls(transport, stream, lowered)
             bench.say(f"issue    host us of single calls: {out['calls']}")
-            out["gather, transport only"] = _inside(session, name, shards)
-            bench.say(f"issue    host us of a gather in Session / in run / in prepare: {out['gather, transport only']}")
         session.close()
 
 
@@ -104,6 +102,7 @@ def _single_calls(transport: Any, stream: int, lowered: Any) -> dict[str, float]
         "event query": lambda: driver.event_query(event),
         "wait value": lambda: driver.wait_value(stream, own + place, 0, 0),
         "write value to peer": lambda: driver.write_value(stream, peer + place, 0, 0),
+        "wait in a batch": lambda: driver.memory_operations(stream, 1, ctypes.addressof(array), 0),
         "wait + write in a batch": lambda: driver.memory_operations(stream, 2, ctypes.addressof(array), 0),
         "copy of 4 bytes": lambda: driver.copy(peer + place, transport.value_table, 4, stream),
         "kernel": lambda: starts[0](stream),
@@ -115,36 +114,47 @@ def _single_calls(transport: Any, stream: int, lowered: Any) -> dict[str, float]
     return found
 
 
-def _inside(session: Any, unit: str, shards: Sequence[torch.Tensor]) -> list[float]:
-    """Microseconds of a gather as the caller sees it, in the transport, and before the first step."""
-    transport, spent = session.transport, {"run": 0.0, "prepare": 0.0}
-    run, prepare = type(transport).run, Lowered.prepare
+def splits(bench: Bench, out: dict[str, Any]) -> None:
+    """Where the host's time of each block's collectives goes, in a row, with the device behind a pause."""
 
-    def timed(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*arguments)
-            spent[key] = time.perf_counter() - begin
-            return result
-
-        return call
-
-    rows = []
-    type(transport).run, Lowered.prepare = timed("run", run), timed("prepare", prepare)  # type: ignore[method-assign]
-    try:
-        for _ in range(21):
+    def ready(turn: int) -> None:
+        if turn % 5 == 0:
             torch.cuda.synchronize()
             dist.barrier()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            ticket = session.all_gather(unit, shards)
-            rows.append((time.perf_counter() - begin, spent["run"], spent["prepare"]))
-            ticket.wait()
-            session.release(unit)
-    finally:
-        type(transport).run, Lowered.prepare = run, prepare  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    return [round(statistics.median(column) * 1e6, 1) for column in zip(*rows, strict=True)]
+            torch.cuda._sleep(10 * MILLISECOND)
+
+    for name, parameters in block_units().items():
+        for timed in (False, True):  # the driver's calls apart, as their clock takes time itself
+            session = bench.session({name: parameters}, PlanOptions(slots=2))
+            transport: Any = session.transport
+            clock = DriverClock(transport.driver) if timed else None
+            shards, (grads, _) = bench.shards(parameters, 0), bench.gradients(parameters, 0)
+            outs = session.new_outs(name, list(grads), bench.device)
+
+            def gather(session: Any = session, name: str = name, shards: Any = shards) -> None:
+                session.all_gather(name, shards).wait()
+                session.release(name)
+
+            def scatter(session: Any = session, name: str = name, grads: Any = grads, outs: Any = outs) -> None:
+                ticket = session.reduce_scatter(name, grads, outs, 1.0, float(bench.world))
+                if not ticket.wait_released():
+                    ticket.wait()
+
+            for collective, issue in (("all_gather", gather), ("reduce_scatter", scatter)):
+                for turn in range(5):
+                    ready(turn)
+                    issue()
+                row: dict[str, Any]
+                if clock is None:
+                    row = split(transport, collective, issue, 25, statistics.median, ready)
+                    row = {key: round(value, 1) for key, value in row.items()}
+                else:
+                    clock.clear()
+                    issue()
+                    row = {kind: f"{count} in {spent:.1f} us" for kind, (count, spent) in clock.row().items()}
+                out[f"{name} {collective}{' driver' if timed else ''}"] = row
+                bench.say(f"split    {name:<6} {collective:<14} {row}")
+            session.close()
 
 
 def signal_times(bench: Bench, out: dict[str, Any]) -> None:

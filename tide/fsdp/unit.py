@@ -424,10 +424,11 @@ class AttachedUnit:
         if self.early is not None and part is None:
             self.early.learn(Terms.of(self.group, stream, output, scale, divisor), indices)
         if output.device.type != "cpu":
-            # FSDP2 frees the gradients after the event of its inputs: that is when they have been read.
-            for ticket in tickets:
-                ticket.wait_released()
-            self._released = stream.record_event()
+            # FSDP2 frees the gradients after the event of its inputs: that is when they have been read. Where nothing
+            # is left to wait for, the event that it records next says the same.
+            tickets = [ticket for ticket in tickets if not ticket.wait_released()]
+            if tickets:
+                self._released = stream.record_event()
         for ticket in tickets:
             ticket.wait()
         self.counts.reduced += 1

@@ -45,8 +45,15 @@ class Ticket:
     def wait(self) -> None:
         """Orders what the caller's current stream does next after the whole collective."""
 
-    def wait_released(self) -> None:
-        """Orders what the caller's current stream does next after the last read of the gradients."""
+    def wait_released(self) -> bool:
+        """Orders what the caller's current stream does next after the last read of the gradients.
+
+        Returns
+        -------
+        bool
+            Whether the whole collective ends with it, so that this was a :meth:`wait`, too.
+        """
+        return True
 
 
 class Transport(ABC):

@@ -34,9 +34,10 @@ class Books:
 
     def record(self, stream: int) -> int:
         """A new event on a stream."""
-        event = self.pool.pop() if self.pool else self._driver.new_event()
-        self._driver.check(self._driver.event_record(event, stream), "event record")
-        return int(event)
+        event: int = self.pool.pop() if self.pool else self._driver.new_event()
+        if result := self._driver.event_record(event, stream):
+            self._driver.check(result, "event record")
+        return event
 
     def make_room(self, collective: str) -> None:
         """Before another collective of a kind: lets go of those that have ended."""
@@ -75,7 +76,8 @@ class Books:
                 self._driver.bind_thread()
                 stream = self._driver.current_stream()
                 for event in events:
-                    self._driver.check(self._driver.stream_wait_event(stream, event, 0), "event wait")
+                    if result := self._driver.stream_wait_event(stream, event, 0):
+                        self._driver.check(result, "event wait")
             ticket.gradients = None
 
     def is_finished(self, ticket: CudaTicket) -> bool:

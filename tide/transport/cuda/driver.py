@@ -67,6 +67,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def laid_down(function: Callable[..., int], *arguments: int) -> tuple[Any, ...]:
+    """The first arguments of a driver's function, where they never change, as ctypes hands them on.
+
+    It converts ints anew at each call, those of 32 bits and sizes in more time than the call itself takes.
+    """
+    kinds = getattr(function, "argtypes", None)  # functions of Python's take them as they are
+    return arguments if kinds is None else tuple(kind(value) for kind, value in zip(kinds, arguments, strict=False))
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", _INT), ("id", _INT))
 
@@ -139,13 +148,14 @@ class Driver:
 
     def _find_batch(self) -> Callable[[int, int, int, int, int], int] | None:
         """``copy_batch(destinations, sources, sizes, count, stream)``; None before driver 570 (CUDA 12.8)."""
-        attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
+        attributes, first = _P(ctypes.addressof(self._attributes)), _P(ctypes.addressof(self._first))
+        one = _SIZE(1)
         newest = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
         if newest is not None:  # CUDA 13 dropped the index of the copy that failed
             newest.argtypes, newest.restype = (_P, _P, _P, _SIZE, _P, _P, _SIZE, _P), _INT
 
             def batch(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
-                result: int = newest(destinations, sources, sizes, count, attributes, first, 1, stream)
+                result: int = newest(destinations, sources, sizes, count, attributes, first, one, stream)
                 return result
 
             return batch
@@ -156,7 +166,7 @@ class Driver:
         failed = ctypes.byref(_SIZE())
 
         def batch_with_index(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
-            result: int = older(destinations, sources, sizes, count, attributes, first, 1, failed, stream)
+            result: int = older(destinations, sources, sizes, count, attributes, first, one, failed, stream)
             return result
 
         return batch_with_index

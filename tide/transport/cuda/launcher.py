@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tide.transport.cuda.driver import laid_down
+
 _SIZES = {"u64": 8, "b64": 8, "f32": 4, "u32": 4, "b32": 4}
 
 
@@ -68,9 +70,9 @@ def plain_launch(
     values: list[Any] = [ctypes.c_uint64(address), *map(ctypes.c_float, scalars)]
     values += [ctypes.c_uint64(address) for address in (scratch, 0, 0)[: len(sizes) - len(own)]]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    function, threads, shared = compiled.function, metadata.num_warps * 32, metadata.shared
+    fixed = laid_down(launch, compiled.function, programs, 1, 1, metadata.num_warps * 32, 1, 1, metadata.shared)
 
     def start(stream: int, keep: Any = values) -> int:
-        return launch(function, programs, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        return launch(*fixed, stream, pointers, None)
 
     return start

@@ -30,10 +30,10 @@ from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
 from tide.transport.cuda.operations import (
     Device,
     MemoryOperation,
+    MemoryOperations,
     Operation,
     copy_step,
     fixed_call,
-    memory_operations,
 )
 from tide.transport.cuda.peers import Peers
 from tide.transport.cuda.staging import Staging
@@ -86,6 +86,7 @@ class _Lowering:
         self.out = Lowered(program, device, self.bases, self.copies, self.sets)
         self.gated: set[str] = set()
         self.pending: tuple[int, list[MemoryOperation]] | None = None
+        self.memory = MemoryOperations(device, sum(isinstance(s, Signal | Wait | Put) for _, _, s in program.steps()))
         self.tally, self.order = Tally(peers.given, program.position), peers.order
         self.waiting: tuple[int, Channel, list[tuple[int, int, Channel]]] | None = None  # stream, first one, all
         self.waits = 0  # calls of NCCL's wait
@@ -94,19 +95,21 @@ class _Lowering:
         self.chains: dict[tuple[str, int], Chain] = {}  # by stream and index of the first step
         self.chained: dict[tuple[str, int], int | None] = {}  # the other steps; counter that tells of a signal
         self.taken: dict[Lane, int] = {}
+        self.lasts: dict[str, int] = {}  # by stream: event of its last step, where that is a signal to oneself
+        self.awaited: set[int] = set()  # events that another stream of this call waits for
         self.batches: list[tuple[int, int, CopyStep]] = []  # place among the operations, stream, copies
 
     def run(self) -> Lowered:
         out, program = self.out, self.program
         out.name = f"tide::{program.collective}/{self.binding.unit}"
-        out.streams = [(stream.name, self.device.stream(stream.name)) for stream in program.streams]
-        for stream, (_, handle) in zip(program.streams, out.streams, strict=True):
+        out.streams = [self.device.stream(stream.name) for stream in program.streams]
+        for stream, handle in zip(program.streams, out.streams, strict=True):
             if not stream.steps:  # a claim that waits for no peer: it ends when the slot has been vacated
                 self.append(self.gate(handle))
         if self.device.counters is not None:
             self.chain(self.device.counters)
         for number, index in self.order:
-            stream, handle = program.streams[number], out.streams[number][1]
+            stream, handle = program.streams[number], out.streams[number]
             if index == stream.released and stream.name in program.release:
                 self.append(self.released(handle))
             self.step(stream.name, handle, index, stream.steps[index])
@@ -115,13 +118,19 @@ class _Lowering:
         self.copies.finish()
         for place, handle, which in self.batches:
             out.operations[place] = copy_step(self.device, self.copies, which, handle)
-        out._keys = list(self.bases.tensors)
+        for stream, handle in zip(program.streams, out.streams, strict=True):
+            reads = stream.name in program.release and stream.released is None
+            if reads or not self.followed(stream.name):
+                out.ends.append((handle, reads))
+        out.operations.insert(0, self.memory.advance())
+        out._keys = sorted(self.bases.tensors, key=lambda key: key[0].value)
         out.indices = sorted({awaited.index for awaited in out.awaited})
         return out
 
     # Steps -------------------------------------------------------------------------------------
 
     def step(self, name: str, stream: int, index: int, step: Step) -> None:
+        self.lasts.pop(name, None)
         if name not in self.gated and (self.program.uses_slot or self.touches(step)):
             self.gated.add(name)
             if not self.follows(step):
@@ -131,6 +140,8 @@ class _Lowering:
                 self.given.setdefault(step.lane, []).extend([_Given(stream, 0, self.chained[name, index])] * step.count)
         elif isinstance(step, Signal):
             self.signal(stream, step)
+            if step.peer == self.program.position and not self.words.credit(step.lane):
+                self.lasts[name] = self.given[step.lane][-1].event
         elif isinstance(step, Wait):
             self.wait(name, stream, index, step)
         elif isinstance(step, Copy):
@@ -178,6 +189,14 @@ class _Lowering:
         else:
             return False
         return any(region.buffer in _CALLERS for region in regions)
+
+    def followed(self, name: str) -> bool:
+        """Whether the end of another stream implies the end of this one.
+
+        It does if this one ends with a signal to oneself, by an event, that another one waits for: all that was
+        issued here comes before the event. The last of a row of streams that follow each other is followed by none.
+        """
+        return self.lasts.get(name) in self.awaited
 
     def append(self, operation: Operation) -> None:
         self.flush()
@@ -243,6 +262,7 @@ class _Lowering:
                 address = self.device.counters.address(counter)
                 self.memory_operation(stream, MemoryOperation(True, counter, 0, 0, address, own=True))
                 return
+            self.awaited.add(event)
         self.append(fixed_call(self.device, self.driver.stream_wait_event, "event wait", stream, event, 0))
 
     # Steps between nodes ---------------------------------------------------------------------------
@@ -350,22 +370,23 @@ class _Lowering:
         out, wait, check = self.out, self.driver.stream_wait_event, self.driver.check
 
         def issue() -> None:
-            if out.vacated and (result := wait(stream, out.vacated, 0)):
+            ticket = out.ticket
+            if ticket.gate and (result := wait(stream, ticket.gate, 0)):
                 check(result, "wait for the slot's last readers")
             for event in out.unawaited:
                 if result := wait(stream, event, 0):
                     check(result, "wait for the slot's last collective")
-            if result := wait(stream, out.entry, 0):
+            if result := wait(stream, ticket.entry, 0):
                 check(result, "wait for the caller's stream")
 
         return issue
 
     def released(self, stream: int) -> Operation:
         """Notes that the stream reads no gradient from here on."""
-        out = self.out
+        out, record = self.out, self.device.record
 
         def issue() -> None:
-            out.released.append(out.record(stream))
+            out.ticket.midway.append(record(stream))
 
         return issue
 
@@ -376,7 +397,7 @@ class _Lowering:
         def issue() -> None:
             staging = out._staging[name]
             if staging.dirty:
-                staging.send(out.sets[name].memory.data_ptr(), stream)
+                staging.send(out.sets[name].memory.data_ptr(), stream, out.ticket)
 
         return issue
 
@@ -391,7 +412,7 @@ class _Lowering:
     def flush(self) -> None:
         if self.pending is not None:
             (stream, operations), self.pending = self.pending, None
-            self.out.operations += memory_operations(self.device, stream, operations)
+            self.out.operations += self.memory.calls(stream, operations)
         if self.waiting is not None:
             (stream, _, awaited), self.waiting = self.waiting, None
             assert self.device.wire is not None
@@ -399,7 +420,7 @@ class _Lowering:
 
             def issue() -> None:
                 wait()
-                out.marks.append(record(stream))
+                out.ticket.marks.append(record(stream))
 
             self.out.operations.append(issue)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from tide.transport.cuda.copies import CopyArrays
 from tide.transport.cuda.operations import Device, Operation
 from tide.transport.cuda.staging import Staging
 from tide.transport.cuda.tables import LaunchSet
+
+if TYPE_CHECKING:
+    from tide.transport.cuda.ticket import CudaTicket
 
 # Called through map, for every tensor of a call.
 _data_ptr, _get_device, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.get_device, torch.Tensor.is_contiguous
@@ -63,27 +66,25 @@ class Lowered:
         In issue order.
     name : str
         Of its range in a profile.
-    streams : list of (str, int)
+    streams : list of int
         CUDA stream of each program stream.
+    ends : list of (int, bool)
+        Those of them whose ends are the collective's, and whether they read gradients to the end. A stream whose end
+        another one of this call waits for has none of its own.
     awaited : list of Awaited
         Waits on peers, by flag word.
     crossings : list of Crossing
         Waits on peers, by NCCL.
-    marks : list of int
-        Events of the call under way, one after each wait by NCCL.
     indices : list of int
         Counters that the waits use.
     counters : list of int
         Words that launches count in.
-    entry, vacated, unawaited : int, int, list of int
-        Events that a call's streams begin after: what the caller did before, the slot's last readers (0 if there
-        are none), ends of the slot's last collectives if nobody waited for them.
-    record : callable
-        Records an event on a stream.
-    released : list of int
-        Events of this call's last reads of gradients, of streams that go on afterwards.
+    ticket : CudaTicket
+        Of the call under way, or the last one: what its streams begin after, and the events that they record.
+    unawaited : list of int
+        Ends of the slot's last collectives that nobody waited for: its streams begin after them, too.
     last : int
-        Number of the last call.
+        Number of the last call, 0 if there was none.
     """
 
     program: Program
@@ -93,24 +94,21 @@ class Lowered:
     sets: dict[str, LaunchSet]
     operations: list[Operation] = field(default_factory=list)
     name: str = ""
-    streams: list[tuple[str, int]] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    ends: list[tuple[int, bool]] = field(default_factory=list)
     awaited: list[Awaited] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=list)
-    entry: int = 0
-    vacated: int = 0
     unawaited: list[int] = field(default_factory=list)
-    record: Callable[[int], int] = lambda stream: 0
-    released: list[int] = field(default_factory=list)
+    ticket: CudaTicket = field(init=False)
     last: int = 0
     _addresses: Int64s | None = None
     _keys: list[tuple[Buffer, int]] = field(default_factory=list)
     _numbers: Int64s | None = None
     _pointers: list[int] = field(default_factory=list)
     _factors: tuple[float, float] | None = None
-    _kinds: dict[Buffer, list[bool]] = field(default_factory=dict)
+    _kinds: dict[Buffer, slice] = field(default_factory=dict)
     _starts: dict[str, list[list[Callable[[int], None]]]] = field(default_factory=dict)
     _staging: dict[str, Staging] = field(default_factory=dict)
     _events: list[int] = field(default_factory=list)
@@ -137,14 +135,16 @@ class Lowered:
 
     def of(self, buffer: Buffer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the tensors that `prepare` has given that are of one kind."""
-        if buffer not in self._kinds:
-            self._kinds[buffer] = [kind is buffer for kind, _ in self._keys]
-        return list(compress(tensors, self._kinds[buffer]))
+        if (which := self._kinds.get(buffer)) is None:
+            kinds = [kind for kind, _ in self._keys]  # those of a kind follow each other
+            first = kinds.index(buffer) if buffer in kinds else 0
+            which = self._kinds[buffer] = slice(first, first + kinds.count(buffer))
+        return tensors[which]
 
     def _rebase(self, binding: Binding, tensors: list[torch.Tensor], pointers: list[int]) -> None:
         place = self.device.torch_device
         number = -1 if place.type == "cpu" else place.index
-        if any(map(number.__ne__, map(_get_device, tensors))) or not all(map(_is_contiguous, tensors)):
+        if not {number}.issuperset(map(_get_device, tensors)) or not all(map(_is_contiguous, tensors)):
             for (buffer, index), tensor in zip(self._keys, tensors, strict=True):
                 if tensor.get_device() != number or not tensor.is_contiguous():
                     raise InputError(

@@ -7,17 +7,25 @@ than one of them alone (``benchmarks/cuda_check.py --only ceiling,issue``).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from tide.compiler.steps import Lane
 from tide.kernels.launch import Tuning
 from tide.transport.cuda.copies import CopyArrays, CopyStep
-from tide.transport.cuda.driver import COPY_2D_WORDS, MEM_OP_WAIT_32, MEM_OP_WORDS, MEM_OP_WRITE_32, WAIT_GEQ
+from tide.transport.cuda.driver import (
+    COPY_2D_WORDS,
+    MEM_OP_WAIT_32,
+    MEM_OP_WORDS,
+    MEM_OP_WRITE_32,
+    WAIT_GEQ,
+    laid_down,
+)
 from tide.transport.cuda.wire import Wire
 from tide.transport.cuda.words import MASK, STRIDE, VALUES, Counters, Words
 
@@ -113,22 +121,20 @@ class MemoryOperation:
     address: int
     own: bool = False
 
-    def counting(self, device: Device) -> tuple[list[int], int, int]:
-        """Host counters, distance of two values in the word, and the driver's flags."""
+    def counting(self, device: Device) -> tuple[list[int], int]:
+        """Host counters, and the driver's flags."""
         if self.own:  # nothing comes from a peer with it that would have to be flushed
             assert device.counters is not None
-            return device.counters.totals, 1, WAIT_GEQ
-        if self.wait:
-            return device.words.consumed, STRIDE, device.wait_flags
-        return device.words.sent, STRIDE, 0
+            return device.counters.totals, WAIT_GEQ
+        return (device.words.consumed, device.wait_flags) if self.wait else (device.words.sent, 0)
 
 
 def fixed_call(device: Device, function: Callable[..., int], what: str, *arguments: int) -> Operation:
     """A driver call with fixed arguments."""
-    check = device.driver.check
+    check, fixed = device.driver.check, laid_down(function, *arguments)
 
     def issue() -> None:
-        if result := function(*arguments):
+        if result := function(*fixed):
             check(result, what)
 
     return issue
@@ -161,80 +167,110 @@ def copy_step(device: Device, copies: CopyArrays, which: CopyStep, stream: int) 
     return issue
 
 
-def memory_operations(device: Device, stream: int, operations: Sequence[MemoryOperation]) -> list[Operation]:
-    """Waits and signals of one stream, in as few calls as can be."""
-    if len(operations) == 1:
-        return [_single(device, stream, operations[0])]
-    if device.write_to_peers:
-        return [_batched(device, stream, operations)]
-    # Signals are copies: only waits between them share a call.
-    out: list[Operation] = []
-    at = 0
-    while at < len(operations):
-        end = at
-        while end < len(operations) and operations[end].wait:
-            end += 1
-        if end - at > 1:
-            out.append(_batched(device, stream, operations[at:end]))
-            at = end
-        else:
-            out.append(_single(device, stream, operations[at]))
-            at += 1
-    return out
+#: From so many waits and signals on, their values are worked out by NumPy.
+MANY = 32
 
 
-def _single(device: Device, stream: int, operation: MemoryOperation) -> Operation:
-    driver, check = device.driver, device.driver.check
-    index, count, credit, address = operation.index, operation.count, operation.credit, operation.address
-    counters, stride, flags = operation.counting(device)
-    if operation.wait:
-        wait = driver.wait_value
+class MemoryOperations:
+    """All waits and signals of a program, as the driver reads them.
 
-        def issue_wait() -> None:
-            value = counters[index] = counters[index] + count
-            if result := wait(stream, address, ((value - credit) * stride) & MASK, flags):
-                check(result, "wait")
+    Their values are worked out before the first step of a call is issued: with eight ranks there are a hundred, which
+    takes a while one by one.
 
-        return issue_wait
-    values = device.values
-    if device.write_to_peers:
-        write = driver.write_value
+    Parameters
+    ----------
+    device : Device
+        Driver calls and counters.
+    most : int
+        Waits and signals at most.
+    """
 
-        def issue_write() -> None:
-            value = counters[index] = counters[index] + count
-            if result := write(stream, address, (value * stride) & MASK, flags):
-                check(result, "signal")
+    def __init__(self, device: Device, most: int) -> None:
+        self._device = device
+        self._words = np.zeros((most, MEM_OP_WORDS), np.int64)
+        self._used = 0
+        self._rows: list[tuple[int, list[int], int, int, int]] = []  # place, counters, counter, signals, credit
+        self._totals: dict[tuple[bool, int], int] = {}  # signals of a call, by kind and counter
+        self._ahead: list[int] = []  # signals of a call up to a row
 
-        return issue_write
-    copy = driver.copy
+    def calls(self, stream: int, operations: Sequence[MemoryOperation]) -> list[Operation]:
+        """Waits and signals of one stream, in as few calls as can be; they come in order of issue."""
+        if self._device.write_to_peers:
+            return [self._batch(stream, operations)]
+        # Signals are copies: only waits between them share a call.
+        out: list[Operation] = []
+        for waits, group in groupby(operations, lambda operation: operation.wait):
+            neighbours = list(group)
+            if waits:
+                out.append(self._batch(stream, neighbours))
+            else:
+                out += [_copied_signal(self._device, stream, operation) for operation in neighbours]
+        return out
 
-    def issue_copy() -> None:
-        value = counters[index] = counters[index] + count
-        if result := copy(address, values + 4 * (value % VALUES), 4, stream):
-            check(result, "signal")
+    def _batch(self, stream: int, operations: Sequence[MemoryOperation]) -> Operation:
+        """Several waits and signals in one call, in order."""
+        driver, words, first, number = self._device.driver, self._words, self._used, len(operations)
+        self._used += number
+        own: list[tuple[int, list[int], int]] = []
+        for row, operation in enumerate(operations, first):
+            counters, flags = operation.counting(self._device)
+            kind = MEM_OP_WAIT_32 if operation.wait else MEM_OP_WRITE_32
+            words[row, :4] = kind, operation.address, 0, flags
+            if operation.own:
+                own.append((row, counters, operation.index))
+                continue
+            key = operation.wait, operation.index
+            self._totals[key] = self._totals.get(key, 0) + operation.count
+            self._ahead.append(self._totals[key] - operation.credit)
+            self._rows.append((row, counters, operation.index, operation.count, operation.credit))
+        check, run = driver.check, driver.memory_operations
+        fixed = laid_down(run, stream, number, words[first:].ctypes.data, 0)
 
-    return issue_copy
+        def issue() -> None:
+            for row, counters, index in own:  # what launches of this call have added by now
+                words[row, 2] = counters[index] & MASK
+            if result := run(*fixed):
+                check(result, "waits and signals")
+
+        return issue
+
+    def advance(self) -> Operation:
+        """Brings the counters forward by a call, and sets all values; once all waits and signals are in."""
+        words, rows = self._words, self._rows
+        if len(rows) < MANY:
+
+            def one_by_one() -> None:
+                for row, counters, index, count, credit in rows:
+                    value = counters[index] = counters[index] + count
+                    words[row, 2] = ((value - credit) * STRIDE) & MASK
+
+            return one_by_one
+        keys = list(self._totals)
+        lists = [self._device.words.consumed if wait else self._device.words.sent for wait, _ in keys]
+        totals = [
+            (counters, index, self._totals[wait, index]) for counters, (wait, index) in zip(lists, keys, strict=True)
+        ]
+        sent = self._device.words.sent
+        which = np.array([keys.index((counters is not sent, index)) for _, counters, index, *_ in rows])
+        places, ahead = np.array([row for row, *_ in rows]), np.array(self._ahead, np.int64)
+
+        def at_once() -> None:
+            before = np.array([counters[index] for counters, index, _ in totals], np.int64)
+            words[places, 2] = ((before[which] + ahead) * STRIDE) & MASK
+            for counters, index, total in totals:
+                counters[index] += total
+
+        return at_once
 
 
-def _batched(device: Device, stream: int, operations: Sequence[MemoryOperation]) -> Operation:
-    """Several waits and signals in one call, in order."""
-    check, run = device.driver.check, device.driver.memory_operations
-    number = len(operations)
-    array = (ctypes.c_uint64 * (MEM_OP_WORDS * number))()
-    updates: list[tuple[int, list[int], int, int, int, int]] = []
-    for row, operation in enumerate(operations):
-        at = row * MEM_OP_WORDS
-        array[at] = MEM_OP_WAIT_32 if operation.wait else MEM_OP_WRITE_32
-        array[at + 1] = operation.address
-        counters, stride, array[at + 3] = operation.counting(device)
-        updates.append((at + 2, counters, operation.index, operation.count, operation.credit, stride))
-    address = ctypes.addressof(array)
+def _copied_signal(device: Device, stream: int, operation: MemoryOperation) -> Operation:
+    """A signal as a copy of four bytes from the table of values."""
+    check, copy, values = device.driver.check, device.driver.copy, device.values
+    index, count, address, sent = operation.index, operation.count, operation.address, device.words.sent
 
     def issue() -> None:
-        for place, counters, index, count, credit, stride in updates:
-            value = counters[index] = counters[index] + count
-            array[place] = ((value - credit) * stride) & MASK
-        if result := run(stream, number, address, 0):
-            check(result, "waits and signals")
+        value = sent[index] = sent[index] + count
+        if result := copy(address, values + 4 * (value % VALUES), 4, stream):
+            check(result, "signal")
 
     return issue

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from tide.compiler.clock import GROUP_RANKS, clock
-from tide.compiler.compile import Compiled, Programs
+from tide.compiler.compile import COLLECTIVES, Compiled, Programs
 from tide.compiler.schedule.unit import UnitContext
-from tide.compiler.steps import Lane, Program
+from tide.compiler.steps import Buffer, Lane, Program
+from tide.torch_types import from_torch
+from tide.transport.base import Binding
 from tide.transport.cuda.order import in_time, issue_order
 from tide.transport.cuda.wire import signals_given
 
@@ -76,6 +78,50 @@ class Peers:
         (node, local), (far, there) = team.seat(self.program.position), team.seat(peer)
         assert local == there, "partial sums stay on their rail"
         return team.grid[(2 * node - far) % team.nodes][local]
+
+
+class PeersByProgram:
+    """What fits the programs of the others, by a rank's own; units with one program share it.
+
+    Parameters
+    ----------
+    compiled : Compiled
+        The plan.
+    rank : int
+        This rank.
+    most : int
+        Programs that are kept: those used last.
+    """
+
+    def __init__(self, compiled: Compiled, rank: int, most: int) -> None:
+        self._compiled, self._rank, self._most = compiled, rank, most
+        self._kept: dict[int, Peers] = {}  # by the id of their program, which they hold
+
+    def of(self, program: Program, binding: Binding) -> Peers:
+        """Peers in the collective that ``program`` is this rank's part of."""
+        peers = self._kept.pop(id(program), None)
+        if peers is None:
+            programs = None
+            if program.collective in COLLECTIVES:  # and no claim, which waits on credits only
+                chosen = self._chosen(program, binding)
+                programs = self._compiled.programs(
+                    binding.unit, program.collective, self._rank, *chosen, program.in_slot
+                )
+            peers = Peers(self._compiled, binding.unit, self._rank, program, programs)
+        self._kept[id(program)] = peers
+        if len(self._kept) > self._most:
+            self._kept.pop(next(iter(self._kept)))
+        return peers
+
+    def _chosen(self, program: Program, binding: Binding) -> tuple[list[int] | None, dict[int, str]]:
+        """Which gradients a program reduces, and their types, where these are not the plan's."""
+        compiled, unit = self._compiled, binding.unit
+        if program is compiled.program(unit, program.collective, self._rank, in_slot=program.in_slot):
+            return None, {}
+        parameters = compiled.spec.unit(unit).parameters
+        grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
+        outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
+        return outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
 
 
 def even(context: UnitContext) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tide.transport.cuda.bases import Int64s
+
+if TYPE_CHECKING:
+    from tide.transport.cuda.ticket import CudaTicket
 
 #: Buffers of one table at most; with all of them on their way, the host waits for the oldest.
 MOST = 8
@@ -28,8 +31,8 @@ class Staging:
 
     def __init__(self, driver: Any, device: torch.device) -> None:
         self._driver, self._pinned = driver, device.type == "cuda"
-        #: Each with its memory as an array of numpy's, and the event of its last copy.
-        self._buffers: list[tuple[torch.Tensor, Int64s, int]] = []
+        #: Each with its memory as an array of numpy's, and the collective with which its last copy left.
+        self._buffers: list[tuple[torch.Tensor, Int64s, CudaTicket | None]] = []
         self._turn = self._size = 0
         self.dirty = False
 
@@ -38,40 +41,41 @@ class Staging:
         if not self.dirty:  # otherwise the buffer of the last fill never left
             self._turn = self._free()
         self._size = len(words)
-        _, array, event = self._buffers[self._turn]
+        _, array, ticket = self._buffers[self._turn]
         if len(array) < self._size:
             buffer = torch.empty(self._size, dtype=torch.int64, pin_memory=self._pinned)
             array = buffer.numpy()
-            self._buffers[self._turn] = buffer, array, event
+            self._buffers[self._turn] = buffer, array, ticket
         array[: self._size] = words
         self.dirty = True
 
     def _free(self) -> int:
-        """A buffer whose last copy has left."""
+        """A buffer whose last copy has left: the collective that it was made for has ended."""
         for step in range(1, len(self._buffers) + 1):
             turn = (self._turn + step) % len(self._buffers)
-            if self._driver.done(self._buffers[turn][2]):
+            ticket = self._buffers[turn][2]
+            if ticket is None or ticket.finished:
                 return turn
         if len(self._buffers) < MOST:
             buffer = torch.empty(0, dtype=torch.int64)
-            self._buffers.append((buffer, buffer.numpy(), self._driver.new_event()))
+            self._buffers.append((buffer, buffer.numpy(), None))
             return len(self._buffers) - 1
         turn = (self._turn + 1) % len(self._buffers)
-        self._driver.synchronize_event(self._buffers[turn][2])
+        ticket = self._buffers[turn][2]
+        for event in [] if ticket is None else list(ticket.ends):
+            self._driver.synchronize_event(event)
         return turn
 
-    def send(self, memory: int, stream: int) -> None:
-        """Issues the copy to device memory."""
-        buffer, _, event = self._buffers[self._turn]
+    def send(self, memory: int, stream: int, ticket: CudaTicket) -> None:
+        """Issues the copy to device memory, as part of a collective."""
+        buffer, array, _ = self._buffers[self._turn]
         if self._size:
             self._driver.check(
                 self._driver.upload(memory, buffer.data_ptr(), 8 * self._size, stream), "upload of a table"
             )
-        self._driver.check(self._driver.event_record(event, stream), "event record")
+        self._buffers[self._turn] = buffer, array, ticket
         self.dirty = False
 
     def close(self) -> None:
-        """Gives the events back."""
-        for *_, event in self._buffers:
-            self._driver.free_event(event)
+        """Gives the buffers back, once all copies have left."""
         self._buffers.clear()

@@ -31,7 +31,7 @@ from tide.transport.cuda.launcher import plain_launch
 
 #: Words to which a table is aligned: the kernels are compiled for 16-byte aligned pointers.
 _ALIGN_WORDS = 2
-#: A base keeps its place relative to this many bytes, or the tables are made anew.
+#: A base keeps its place relative to this many bytes, a power of two, or the tables are made anew.
 _CLASS = 16
 
 
@@ -197,7 +197,7 @@ class LaunchSet:
     def __init__(self, driver: Any, device: torch.device) -> None:
         self.driver, self.device = driver, device
         self._steps: list[list[_Job]] = []
-        self._classes: tuple[int, ...] | None = None
+        self._classes: bytes | None = None
         self.launches: list[list[Launch]] = []
         # Scratch memory for all launches, as they follow each other. Bound launches may use all but the last.
         self._scratch: list[torch.Tensor] = []
@@ -221,7 +221,7 @@ class LaunchSet:
             True if the tables were made anew, in new memory: what was bound to the old ones has to be bound
             again, and the old memory kept until its last launch has run.
         """
-        classes = tuple((addresses % _CLASS).tolist())
+        classes = (addresses & (_CLASS - 1)).tobytes()
         if classes != self._classes:
             self._classes = None  # should there be no memory for the new ones: the old ones are gone
             self._make(addresses)

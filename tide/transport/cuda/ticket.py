@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tide.compiler.steps import Buffer
 from tide.errors import InputError, PeerError
 from tide.transport.base import Binding, Ticket
 from tide.transport.cuda.lowered import Awaited, Crossing, Lowered
 from tide.transport.cuda.wire import COMMUNICATORS
 
 if TYPE_CHECKING:
+    import torch
+
     from tide.transport.cuda.transport import CudaTransport
 
 #: How steps between nodes are carried.
@@ -99,7 +102,7 @@ class CudaTicket(Ticket):
         consumed = transport.words.consumed
         self.base = [consumed[index] for index in lowered.indices]
         self.entry = 0
-        self.gate = lowered.vacated
+        self.gate = 0  # the slot's last readers
         #: Collectives of the slot whose ends this one begins after.
         self.behind: list[CudaTicket] = behind
         self.ends: list[int] = []
@@ -110,14 +113,34 @@ class CudaTicket(Ticket):
         self.tensors: object = None
         self.finished = self.awaited_for = False
 
+    def hold(self, lowered: Lowered, tensors: list[torch.Tensor]) -> None:
+        """Takes what the device may read and write from now on, however far the host comes."""
+        if self.collective == "reduce_scatter":
+            self.gradients = lowered.of(Buffer.GRAD, tensors)
+            self.outputs = lowered.of(Buffer.OUT, tensors)
+            # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
+            self.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
+        else:
+            self.tensors = tensors, lowered.keep_alive()
+
     def wait(self) -> None:
         """Orders what the caller's current stream does next after the whole collective."""
         self.transport.order_after(self, self.ends)
         self.outputs, self.awaited_for = None, True
 
-    def wait_released(self) -> None:
-        """Orders what the caller's current stream does next after the last read of the gradients."""
+    def wait_released(self) -> bool:
+        """Orders what the caller's current stream does next after the last read of the gradients.
+
+        Returns
+        -------
+        bool
+            Whether nothing comes after that: :meth:`wait` has been done, too.
+        """
+        if self.released == self.ends:
+            self.wait()
+            return True
         self.transport.order_after(self, self.released)
+        return False
 
     def synchronize(self) -> None:
         """Blocks the host until the collective has ended.

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tide.compiler.compile import COLLECTIVES, Compiled
-from tide.compiler.steps import Buffer, Lane, Program, Wait
+from tide.compiler.compile import Compiled
+from tide.compiler.steps import Lane, Program, Wait
 from tide.errors import CapabilityError, InputError, PeerError, TransportError
 from tide.kernels import place
-from tide.torch_types import from_torch
 from tide.transport.agreement import (
     TIMEOUT_VARIABLE,
     agree,
@@ -33,7 +32,7 @@ from tide.transport.cuda.lower import lower
 from tide.transport.cuda.lowered import Lowered
 from tide.transport.cuda.multicast import demand
 from tide.transport.cuda.operations import Device
-from tide.transport.cuda.peers import Peers
+from tide.transport.cuda.peers import PeersByProgram
 from tide.transport.cuda.request import arena_bytes, arena_request, why_no_switch, wire_of
 from tide.transport.cuda.ticket import CudaTicket, Settings
 from tide.transport.cuda.watchdog import Watchdog
@@ -126,7 +125,7 @@ class CudaTransport(Transport):
             stand_in=settings.multicast == "standin",
         )
         self._lowered: dict[tuple[int, str], Lowered] = {}  # in the order of their last use
-        self._peers: dict[int, Peers] = {}  # by the id of their program, likewise
+        self._peers = PeersByProgram(compiled, rank, self.most_prepared)
         self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
         self._own: dict[tuple[int, Lane], int] = {}
@@ -252,36 +251,28 @@ class CudaTransport(Transport):
         with self._issue:
             self.raise_if_broken()
             self.driver.bind_thread()
-            lowered = self._lowered.pop((id(program), binding.unit), None) or self._lower(program, binding)
-            self._lowered[id(program), binding.unit] = lowered
+            key = id(program), binding.unit  # of a program that what is kept keeps alive
+            lowered = self._lowered.pop(key, None) or self._lower(program, binding)
+            self._lowered[key] = lowered
             self.books.make_room(program.collective)
             tensors = lowered.prepare(binding)
-            lowered.vacated = self._vacated.get(binding.slot, 0) if program.uses_slot else 0
             behind = self.books.unawaited(binding.slot) if program.uses_slot else []
-            lowered.unawaited = self.books.ends(behind)
-            lowered.record, lowered.released = self.books.record, []
-            self._numbers += 1
-            lowered.last = self._numbers
+            self._numbers = lowered.last = self._numbers + 1
             ticket = CudaTicket(self, self._numbers, binding, lowered, behind)
-            lowered.marks, ticket.midway = ticket.marks, lowered.released
-            # From here on the device may read and write them, however far the host comes.
-            if program.collective == "reduce_scatter":
-                ticket.gradients = lowered.of(Buffer.GRAD, tensors)
-                ticket.outputs = lowered.of(Buffer.OUT, tensors)
-                # Nobody but the ticket holds the running sums: they stay, whichever stream waits for it.
-                ticket.tensors = lowered.of(Buffer.RUNNING, tensors), lowered.keep_alive()
-            else:
-                ticket.tensors = tensors, lowered.keep_alive()
+            if program.uses_slot:
+                ticket.gate = self._vacated.get(binding.slot, 0)
+            lowered.ticket, lowered.unawaited = ticket, self.books.ends(behind) if behind else []
+            ticket.hold(lowered, tensors)
             self.driver.range_push(lowered.name)
             try:
-                ticket.entry = lowered.entry = self.books.record(self.driver.current_stream())
+                ticket.entry = self.books.record(self.driver.current_stream())
                 for operation in lowered.operations:
                     operation()
                 ticket.released = list(ticket.midway)
-                for (name, handle), stream in zip(lowered.streams, program.streams, strict=True):
-                    event = self.books.record(handle)
+                for stream, reads_gradients in lowered.ends:
+                    event = self.books.record(stream)
                     ticket.ends.append(event)
-                    if name in program.release and stream.released is None:
+                    if reads_gradients:
                         ticket.released.append(event)
             except BaseException as error:
                 # The counters no longer say what the device has been told.
@@ -296,11 +287,11 @@ class CudaTransport(Transport):
     def _adopt(self, ticket: CudaTicket, lowered: Lowered) -> None:
         """Takes in what was issued of a collective that broke off: the watchdog sets its waits free."""
         with suppress(TransportError):  # of a device that does not answer any more, nothing can be waited for
-            ticket.ends = [self.books.record(handle) for _, handle in lowered.streams]
+            ticket.ends = [self.books.record(stream) for stream in lowered.streams]
         self.books.add(ticket, None)
 
     def _lower(self, program: Program, binding: Binding) -> Lowered:
-        lowered = lower(program, binding, self._peers_of(program, binding), self._device)
+        lowered = lower(program, binding, self._peers.of(program, binding), self._device)
         limit = self.driver.max_pitch
         if lowered.copies.widest_pitch() > limit:
             raise CapabilityError(
@@ -314,30 +305,6 @@ class CudaTransport(Transport):
             self._retired.remove(old)
             old.close()
         return lowered
-
-    def _peers_of(self, program: Program, binding: Binding) -> Peers:
-        """What fits the programs of the others in a collective; units with one program share it."""
-        peers = self._peers.pop(id(program), None)
-        if peers is None:
-            programs = None
-            if program.collective in COLLECTIVES:  # and no claim, which waits on credits only
-                programs = self.compiled.programs(
-                    binding.unit, program.collective, self.rank, *self._found(program, binding), program.in_slot
-                )
-            peers = Peers(self.compiled, binding.unit, self.rank, program, programs)
-        self._peers[id(program)] = peers  # which keeps the program, and so its id
-        while len(self._peers) > self.most_prepared:
-            self._peers.pop(next(iter(self._peers)))
-        return peers
-
-    def _found(self, program: Program, binding: Binding) -> tuple[Sequence[int] | None, Mapping[int, str]]:
-        """Which gradients a program reduces, and their types, where these are not the plan's."""
-        if program is self.compiled.program(binding.unit, program.collective, self.rank, in_slot=program.in_slot):
-            return None, {}
-        parameters = self.compiled.spec.unit(binding.unit).parameters
-        grads = {i: from_torch(t.dtype) for (buffer, i), t in binding.tensors.items() if buffer is Buffer.GRAD}
-        outs = sorted(i for buffer, i in binding.tensors if buffer is Buffer.OUT)
-        return outs, {i: dtype for i, dtype in grads.items() if dtype != parameters[i].grad_dtype}
 
     def vacated(self, unit: str) -> None:
         """Notes that what the current stream has been given so far is the last to read the unit's storage."""

@@ -80,8 +80,9 @@ class SimulatedTicket(Ticket):
     def wait(self) -> None:
         self.world.wait(self.end)
 
-    def wait_released(self) -> None:
+    def wait_released(self) -> bool:
         self.world.wait(self.released)
+        return False
 
 
 class SimulatedTransport(Transport):
