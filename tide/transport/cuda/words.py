@@ -76,15 +76,20 @@ class Words:
         self.consumed: list[int] = []
         self._outgoing: dict[tuple[int, int], int] = {}  # by rank that waits, and offset there
         self._incoming: dict[int, int] = {}  # by offset here
+        self._teams: dict[str, tuple[Team, int, dict[int, int]]] = {}
 
-    def _positions(self, unit: str, other: int) -> tuple[Team, int, int]:
-        group, position = self.compiled.group(unit, self.rank)
-        return self.compiled.context(unit, self.rank).team, position, group.index(other)
+    def _seats(self, unit: str) -> tuple[Team, int, dict[int, int]]:
+        """Team of a unit, this rank's position in it, and that of each rank."""
+        if unit not in self._teams:
+            group, position = self.compiled.group(unit, self.rank)
+            positions = {rank: number for number, rank in enumerate(group)}
+            self._teams[unit] = self.compiled.context(unit, self.rank).team, position, positions
+        return self._teams[unit]
 
     def incoming(self, unit: str, lane: Lane, source: int, in_slot: bool = False) -> Word:
         """The word that ``source`` writes here; ``in_slot`` is the program's."""
-        team, me, other = self._positions(unit, source)
-        offset = self.arena.signal_word(unit, team, lane, me, other, in_slot)
+        team, me, positions = self._seats(unit)
+        offset = self.arena.signal_word(unit, team, lane, me, positions[source], in_slot)
         if offset not in self._incoming:
             self._incoming[offset] = len(self.consumed)
             self.consumed.append(0)
@@ -92,8 +97,8 @@ class Words:
 
     def outgoing(self, unit: str, lane: Lane, to: int, in_slot: bool = False) -> Word:
         """The word that this rank writes at ``to``; ``in_slot`` is the program's."""
-        team, me, other = self._positions(unit, to)
-        offset = self.arena.signal_word(unit, team, lane, other, me, in_slot)
+        team, me, positions = self._seats(unit)
+        offset = self.arena.signal_word(unit, team, lane, positions[to], me, in_slot)
         if (to, offset) not in self._outgoing:
             self._outgoing[to, offset] = len(self.sent)
             self.sent.append(0)
