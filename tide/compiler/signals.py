@@ -12,6 +12,9 @@ peer, and take nothing that belongs to another unit:
   A reduce-scatter in the unit's slot and one beside it, in the areas of the arena, have words of their own, since
   room in one place is none in the other.
 
+What words do not tell apart are reductions of one unit of which ranks give other gradients, or of other types:
+:mod:`tide.fsdp.gradients` compares those, and whoever calls a session has to give the same on every rank.
+
 DONE alone is kept per slot, as it allows the next unit of the slot, whichever it is. It moves no data: who waits for
 it has a shard to place in its own slot, and a peer pulls that only when it is READY, for the unit.
 
