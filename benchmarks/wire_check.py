@@ -98,7 +98,8 @@ class Check:
         for communicators in (1, 4):
             session, transport, wire = self.opened(communicators=communicators)
             first, second = transport.stream("check.a"), transport.stream("check.b")
-            there, back = wire.channel(0, Lane.FREE), wire.channel(0, Lane.PARTIAL)
+            unit = session.compiled.spec.units[0].name
+            there, back = wire.channel(unit, Lane.FREE), wire.channel(unit, Lane.PARTIAL)
             self.meet()
             came = False
             if self.rank == 0:
@@ -120,7 +121,8 @@ class Check:
         from tide.compiler.steps import Lane
 
         session, transport, wire = self.opened()
-        stream, mine = transport.stream("check.a"), wire.channel(0, Lane.FREE)
+        unit = session.compiled.spec.units[0].name
+        stream, mine = transport.stream("check.a"), wire.channel(unit, Lane.FREE)
         others = {
             "another index": mine._replace(signal=mine.signal + 1),
             "another context": mine._replace(context=mine.context + 1),

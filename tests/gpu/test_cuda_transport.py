@@ -27,6 +27,7 @@ def open_session(
     timeout: float = 30.0,
     route: str = PlanOptions().route,
     nodes: int = 1,
+    slots: int = 2,
     **settings: Any,
 ) -> Session:
     """A session with poison between the units; two ranks share a device where there is only one."""
@@ -34,7 +35,7 @@ def open_session(
     nodes = nodes if world < 4 else 2
     topology = Topology(nodes, world // nodes, virtual=nodes > 1)
     small = {"chunk_bytes": 4096, "bundle_bytes": 64, "min_run_bytes": 16, "min_put_run_bytes": 16}
-    options = PlanOptions(slots=2, piece_bytes=512, **small)
+    options = PlanOptions(slots=slots, piece_bytes=512, **small)
     compiled = compiled_for(topology, names, options, route)
     if route == "multicast":
         settings["multicast"] = "standin"  # no switch is asked for, wherever this runs
@@ -200,6 +201,67 @@ def test_missing_peer(how: str, route: str, lane: str) -> None:
     message = run_ranks(loses_its_peer, 2, how, route, timeout=120, may_die=[1] if how == "killed" else [])[0]
     assert "all_gather of unit 'block0'" in message
     assert f"{lane} of rank 1" in message
+
+
+def skips_a_unit(rank: int, world: int, collective: str, route: str) -> tuple[str, float, bool]:
+    """Rank 0 leaves out a unit; what a rank is told, after how long, and whether nothing had been taken until then."""
+    session = open_session(world, rank, ["block0", "block1"], timeout=1.5, route=route, slots=1)
+    for unit in ("block0", "block1"):
+        gather(session, world, unit, 1)
+        scatter(session, world, unit, 1)
+        session.release(unit)
+    unit = "block1" if rank else "block0"
+    parameters = UNITS[unit]
+    shards = [cut(values(p.shape, p.shard_dtype, 7), p.dim, world, rank).cuda() for p in parameters]
+    grads = {i: values(p.shape, p.grad_dtype or "", 7).cuda() for i, p in enumerate(parameters)}
+    outs = session.new_outs(unit, list(grads), "cuda")
+    for out in outs.values():
+        out.fill_(12345.0)
+    wholes = [session.whole(unit)[p.name] for p in parameters]  # poisoned
+    side, device, seen = torch.cuda.Stream(), torch.cuda.current_device(), []
+    watchdog = session.transport.watchdog  # type: ignore[attr-defined]
+    release = watchdog._release
+
+    def look_first() -> None:
+        """The streams are about to be set free: what have they done so far?"""
+        if not seen:
+            with torch.cuda.device(device), torch.cuda.stream(side):
+                sums = [bool((out.cpu() == 12345.0).all()) for out in outs.values()]
+                pieces = [cut(whole.cpu(), p.dim, world, 1 - rank) for whole, p in zip(wholes, parameters, strict=True)]
+                seen.extend(sums if collective == "reduce_scatter" else [bool(x.isnan().all()) for x in pieces])
+        release()
+
+    watchdog._release = look_first
+    torch.cuda.synchronize()
+    begin, message = time.monotonic(), ""
+    if collective == "all_gather":
+        ticket = session.all_gather(unit, shards)
+    else:
+        ticket = session.reduce_scatter(unit, grads, outs)
+    try:
+        ticket.synchronize()  # type: ignore[attr-defined]
+    except PeerError as error:
+        message = str(error)
+    seconds = time.monotonic() - begin
+    torch.cuda.synchronize()
+    session.close()
+    return message, seconds, bool(seen) and all(seen)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("collective", "route"), [("all_gather", "push"), ("all_gather", "pull"), ("reduce_scatter", "push")]
+)
+def test_a_rank_skips_a_unit_of_equal_shape(collective: str, route: str) -> None:
+    """Programs, slot and counts are the same, and yet nothing is taken for the other unit; both say so in time."""
+    results = run_ranks(skips_a_unit, 2, collective, route, timeout=120)
+    for rank, (message, seconds, untouched) in enumerate(results):
+        mine, theirs = ("block1", "block0") if rank else ("block0", "block1")
+        assert f"rank {rank}: {collective} of unit {mine!r}" in message
+        assert f" of rank {1 - rank}" in message
+        assert f"in {collective} of unit {theirs!r}" in message
+        assert seconds < 6
+        assert untouched, f"rank {rank}"
 
 
 def holds_another_plan(rank: int, world: int) -> None:

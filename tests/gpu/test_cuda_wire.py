@@ -210,11 +210,11 @@ def test_channels_are_distinct(communicators: int) -> None:
     needs = needs_of(compiled.arena, communicators)
     handles = list(range(communicators))
     wire = Wire(None, handles, handles, compiled.arena, compiled.topology, 0, lambda: None)  # type: ignore[arg-type]
-    slots = range(len(compiled.arena.slots))
-    assert len(slots) == len(UNITS)
-    found = {(slot if lane < 8 else -1, lane): wire.channel(slot, lane) for slot in slots for lane in LANES}
-    # Indices differ from lane to lane, so that it does not matter whether contexts share them.
-    assert sorted(channel.signal for channel in found.values()) == list(range(needs.signals))
+    found = {(unit, lane): wire.channel(unit, lane) for unit in UNITS for lane in LANES}
+    # Indices differ from unit to unit and lane to lane, so that it does not matter whether contexts share them. The
+    # switch's lanes have those of the lanes that they replace.
+    used = [channel.signal for (_, lane), channel in found.items() if lane not in (Lane.SPREAD, Lane.SPREAD_CREDIT)]
+    assert sorted(used) == list(range(needs.signals))
     assert {lane: c.context for (_, lane), c in found.items()} == CONTEXTS
     # Two lanes of one context are signalled from one stream of a program: only one of them occurs in it.
     assert CONTEXTS[Lane.SPREAD] == CONTEXTS[Lane.PARTIAL]
@@ -233,7 +233,7 @@ def test_channels_are_distinct(communicators: int) -> None:
         assert places[Lane.SPREAD_CREDIT] == places[Lane.WIRE_CREDIT]
     assert needs.contexts == 1 + max(CONTEXTS.values())
     with pytest.raises(TransportError, match="PUSHED do not cross nodes"):
-        wire.channel(0, Lane.PUSHED)
+        wire.channel("block0", Lane.PUSHED)
 
 
 def test_neighbouring_waits_share_a_call() -> None:
@@ -248,7 +248,7 @@ def test_neighbouring_waits_share_a_call() -> None:
 
     compiled = compiled_for(Topology(3, 1))
     wire = Wire(Recorder(), [7], [8], compiled.arena, compiled.topology, 0, lambda: None)
-    channel = wire.channel(1, Lane.WIRE)
+    channel = wire.channel("block1", Lane.WIRE)
     wire.wait(5, [(2, 1, channel), (1, 2, channel), (3, 1, channel)])()
     ((name, (number, _, communicator, stream)),) = calls
     assert (name, number, communicator, stream) == ("ncclWaitSignal", 2, 7, 5)
@@ -278,11 +278,13 @@ def test_what_is_asked_of_the_arena() -> None:
         request(Topology(2, 2), puts="copy")
 
 
-def test_too_many_slots_are_refused() -> None:
-    compiled = compiled_for(Topology(2, 1), ["block0"])
-    arena = replace(compiled.arena, slots=compiled.arena.slots * 10_000)
-    with pytest.raises(InputError, match=r"10000 slots.*PlanOptions\(slots=2\)"):
-        needs_of(arena, 1)
+def test_too_many_units_are_refused() -> None:
+    """Each needs signal indices of its own, unless flag words are put: then nobody looks at NCCL's signals."""
+    arena = compiled_for(Topology(2, 1), ["block0"]).arena
+    words = replace(arena.words, units={f"block{i}": arena.words.units["block0"] for i in range(10_000)})
+    with pytest.raises(InputError, match=r"10000 units.*Settings\(wire_signals='word'\)"):
+        needs_of(replace(arena, words=words), 1)
+    assert needs_of(replace(arena, words=words), 1, words=True).signals == 1
 
 
 def test_settings_of_the_wire_are_checked() -> None:

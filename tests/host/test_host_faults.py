@@ -134,7 +134,8 @@ def poison_job(rank: int, world: int) -> str:
     # As if its all-gather had run here: the credit that exists from the start is used up.
     transport = session.transport
     assert isinstance(transport, HostTransport)
-    word = transport._context.word(0, operations.Lane.DONE, 1)
+    team = compiled.context("a", rank).team
+    word = compiled.arena.words.units["a"].word(team, operations.Lane.DONE, 0, 1)
     transport._context.consumed[word] = 1
     session._occupant[0] = unit.name
     try:

@@ -172,7 +172,7 @@ def test_leftover_signals_are_named(route: str) -> None:
     spot = next(spot for spot in gathers if spot.program(sound).streams[spot.stream].name == "ag.node")
     damaged = spot.edited(sound, [*spot.steps(sound), Signal(1, Lane.READY)])
     with pytest.raises(
-        PlanError, match=r"do not match waits.*rank 1 has 1 of rank 0 on lane READY of slot 1"
+        PlanError, match=r"do not match waits.*rank 1 has 1 of rank 0 on lane READY of unit 'layers\.0'"
     ) as caught:
         explore(damaged, _sequence()[:6], [0], "reverse")
     assert str(caught.value).endswith("[seed family reverse, seed 0]")

@@ -115,15 +115,15 @@ def test_switch_reduce_sums_the_partials_of_all_ranks_in_order() -> None:
             own = Sum((Region(Buffer.PARTIAL, 0, me * 40),), "float32", None, out, out_dtype, 1, 10)
             steps[rank] = [
                 Accumulate((whole,), False),
-                *(Signal(peer, Lane.SUMMED) for peer in peers),
-                *(Wait(peer, Lane.SUMMED) for peer in peers),
+                *(Signal(peer, Lane.PUSHED) for peer in peers),
+                *(Wait(peer, Lane.PUSHED) for peer in peers),
                 SwitchReduce((0, 1, 2), (0, 1, 2), (own,), True),
                 *(Signal(peer, Lane.CREDIT) for peer in peers),
                 *(Wait(peer, Lane.CREDIT) for peer in peers),
             ]
         sound = _with(compiled, "reduce_scatter", steps, release=True)
         explore(sound, [("reduce_scatter", "u")] * 2, range(20), FAMILIES)
-        steps[4] = [step for step in steps[4] if not (isinstance(step, Wait) and step.lane is Lane.SUMMED)]
+        steps[4] = [step for step in steps[4] if not (isinstance(step, Wait) and step.lane is Lane.PUSHED)]
         error = first_error(_with(compiled, "reduce_scatter", steps), [("reduce_scatter", "u")] * 2)
         assert error is not None
         assert "partial area" in error, error

@@ -11,6 +11,8 @@ from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.place import Slot
+from tide.compiler.signals import UnitSignals
+from tide.compiler.steps import Lane, Signal, Wait
 from tide.compiler.verify import verify
 from tide.errors import PlanError
 from tide.topology import Topology
@@ -141,3 +143,75 @@ def test_receive_area_too_small(compiled: Compiled) -> None:
         replace(compiled, arena=replace(compiled.arena, receive=areas)),
         "a piece of the receive area: holds 16 bytes|belong to nothing",
     )
+
+
+# Signal words ------------------------------------------------------------------------------------
+
+
+def with_words(compiled: Compiled, **units: UnitSignals) -> Compiled:
+    words = replace(compiled.arena.words, units={**compiled.arena.words.units, **units})
+    return replace(compiled, arena=replace(compiled.arena, words=words))
+
+
+def test_units_that_share_signal_words(compiled: Compiled) -> None:
+    """A signal for one unit would answer a wait of the other."""
+    units = compiled.arena.words.units
+    check(with_words(compiled, b=replace(units["a"], slot=units["b"].slot)), "unit 'a' and unit 'b' share signal word")
+    last = replace(units["b"], first=units["b"].first - 1)
+    check(with_words(compiled, b=last), f"unit 'a' and unit 'b' share signal word {last.first}")
+    slots = compiled.arena.words.slots
+    inside = replace(units["root"], first=slots[-1].first + slots[-1].count - 1)
+    check(with_words(compiled, root=inside), f"slot 2 and unit 'root' share signal word {inside.first}")
+
+
+def test_units_with_too_few_signal_words(compiled: Compiled) -> None:
+    units = compiled.arena.words.units
+    check(with_words(compiled, a=replace(units["a"], size=units["a"].size - 1)), "counted in a word that is not")
+    check(with_words(compiled, a=replace(units["a"], forms=0)), "unit 'a': position 0 has no word for signals PUSHED")
+    check(with_words(compiled, a=replace(units["a"], slot=0)), "unit 'a': its signals of the slot are counted from")
+    words = replace(compiled.arena.words, count=compiled.arena.words.count - 1)
+    check(replace(compiled, arena=replace(compiled.arena, words=words)), "signal words, but more are used")
+    words = replace(compiled.arena.words, units={n: u for n, u in units.items() if n != "c"})
+    check(replace(compiled, arena=replace(compiled.arena, words=words)), "unit 'c' has no signal words")
+
+
+def test_a_signal_from_where_none_is_expected(compiled: Compiled) -> None:
+    """Puts keep to their rails: a signal of another one would be counted as the rail's."""
+    verify(compiled)
+    programs = {rank: compiled.program("a", "all_gather", rank) for rank in range(4)}
+
+    def edited(rank: int, step: Signal | Wait) -> Compiled:
+        program = programs[rank]
+        stream = program.streams[-1]
+        streams = (*program.streams[:-1], replace(stream, steps=(*stream.steps, step)))
+        return damaged.with_program("a", rank, replace(program, streams=streams))
+
+    damaged = compiled
+    damaged = edited(0, Signal(3, Lane.WIRE))
+    damaged = edited(3, Wait(0, Lane.WIRE))
+    with pytest.raises(PlanError, match="rank 3 has no word for signals WIRE of rank 0"):
+        verify(damaged)
+
+
+@pytest.mark.parametrize(
+    ("units", "topology", "most"),
+    [(80, Topology(1, 8), 100 << 10), (130, Topology(2048, 8), 10 << 20), (130, Topology(128, 8), 1 << 20)],
+    ids=str,
+)
+@pytest.mark.parametrize("slot_reuse", [False, True])
+def test_signal_words_stay_few(units: int, topology: Topology, most: int, slot_reuse: bool) -> None:
+    """They grow with the ranks of a node and with nodes, not with the world."""
+    mesh = Mesh((tuple(range(topology.world_size)),))
+    size = topology.world_size, 64
+    spec = ModelSpec(tuple(Unit(f"u{i}", (Parameter(f"u{i}.w", size),), mesh) for i in range(units)))
+    compiled = compile_spec(spec, topology, PlanOptions(slot_reuse=slot_reuse))
+    assert 0 < compiled.arena.words.nbytes < most
+    assert compiled.arena.size - compiled.arena.signals < most + 4096
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8, 9])
+def test_all_exchanges_between_nodes_have_words(nodes: int) -> None:
+    """Of powers of two, and of other numbers, where FREE and WIRE come from other nodes."""
+    mesh = Mesh((tuple(range(2 * nodes)),))
+    spec = ModelSpec((unit("a", mesh), unit("b", mesh)))
+    verify(compile_spec(spec, Topology(nodes, 2), PlanOptions(bundle_bytes=64, slot_reuse=bool(nodes % 2))))

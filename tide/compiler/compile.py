@@ -299,7 +299,7 @@ def compile_spec(spec: ModelSpec, topology: Topology, options: PlanOptions | Non
     if spread:
         largest = max(chunk_elements(spec.unit(name), options) for name in spread)
         room = spread_places(topology.nodes, topology.gpus_per_node, options.receive_depth), largest
-    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options, room)
+    arena = lay_out_arena(spec, layouts, teams_of, chunks, staged, topology.world_size, options, room, spread)
     beside = tuple(name for name in chunks if options.slot_reuse and not fits[signatures[name], spec.unit(name).mesh])
     plan_digest = digest(spec, topology, options)
     return Compiled(spec, topology, options, layouts, arena, plan_digest, beside, spread, _signatures=signatures)
@@ -312,7 +312,7 @@ def _fits_slot(unit: Unit, slot_bytes: int, teams: Sequence[Team], options: Plan
 
 
 #: Raised whenever layouts or programs change for the same input, so that mixed versions do not run together.
-FORMAT = 3
+FORMAT = 4
 
 
 def spec_to_dict(spec: ModelSpec) -> dict[str, object]:

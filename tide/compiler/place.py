@@ -21,12 +21,11 @@ from tide.compiler.dtypes import itemsize
 from tide.compiler.model import ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.shard import Int64, padded_numel, shard
+from tide.compiler.signals import SIGNAL_BYTES, SignalLayout, lay_out_signals
 from tide.compiler.slots import assign_slots
-from tide.compiler.steps import SLOT_LANES, Lane
+from tide.compiler.steps import Lane
 from tide.topology import Team
 
-#: Bytes of one signal word.
-SIGNAL_BYTES = 8
 #: Alignment of areas in the arena; NCCL windows ask for it too.
 AREA_ALIGNMENT = 4096
 #: Alignment of a parameter's segment in a bundle and of a piece in the receive area.
@@ -224,8 +223,10 @@ class ArenaLayout:
         Areas of the reduce-scatter.
     signals : int
         Offset of the signal words.
+    words : SignalLayout
+        Which word each signal is counted in.
     world_size : int
-        Ranks that may signal.
+        Ranks of the topology.
     size : int
         Bytes of the arena.
     """
@@ -234,6 +235,7 @@ class ArenaLayout:
     slot_of: dict[str, int]
     receive: ReceiveLayout
     signals: int
+    words: SignalLayout
     world_size: int
     size: int
 
@@ -242,20 +244,12 @@ class ArenaLayout:
         """Offset from which on a new arena holds zeros: the area that the switch sums, and the signals."""
         return self.receive.spread if self.receive.spread_size else self.signals
 
-    @property
-    def lanes(self) -> int:
-        """Number of distinct lanes: those of every slot, then those of the arena."""
-        return len(self.slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
+    def signal_word(self, unit: str, team: Team, lane: Lane, receiver: int, source: int, in_slot: bool = False) -> int:
+        """Arena offset of the word in which ``receiver`` counts signals of ``source``, both positions of a team.
 
-    def lane(self, slot: int, lane: Lane) -> int:
-        """Row of the signal words for ``lane``, which is kept per slot or once."""
-        if lane < SLOT_LANES:
-            return slot * SLOT_LANES + lane
-        return len(self.slots) * SLOT_LANES + (lane - SLOT_LANES)
-
-    def signal_word(self, slot: int, lane: Lane, source: int) -> int:
-        """Arena offset of the counter of signals from world rank ``source``."""
-        return self.signals + (self.lane(slot, lane) * self.world_size + source) * SIGNAL_BYTES
+        ``in_slot`` is that of the program that signals and waits.
+        """
+        return self.signals + self.words.units[unit].word(team, lane, receiver, source, in_slot) * SIGNAL_BYTES
 
 
 def lay_out_arena(
@@ -267,6 +261,7 @@ def lay_out_arena(
     world_size: int,
     options: PlanOptions,
     spread: tuple[int, int] = (0, 0),
+    switched: frozenset[str] = frozenset(),
 ) -> ArenaLayout:
     """Offsets of slots, receive areas and signals.
 
@@ -288,6 +283,8 @@ def lay_out_arena(
         Alignment, slots, depth.
     spread : tuple of int
         Places of the area that the switch sums, and elements of each.
+    switched : frozenset of str
+        Units whose partial sums are summed there.
     """
     cursor = 0
     slots: list[Slot] = []
@@ -333,6 +330,7 @@ def lay_out_arena(
         spread_chunk,
         spread_places,
     )
-    lanes = len(slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
-    size = align(signals + lanes * world_size * SIGNAL_BYTES, AREA_ALIGNMENT)
-    return ArenaLayout(tuple(slots), slot_of, areas, signals, world_size, size)
+    held = [slot.units for slot in slots]
+    words = lay_out_signals(spec.units, held, teams, chunk_elements, switched, options.slot_reuse)
+    size = align(signals + words.nbytes, AREA_ALIGNMENT)
+    return ArenaLayout(tuple(slots), slot_of, areas, signals, words, world_size, size)

@@ -40,7 +40,7 @@ ARENA = frozenset({Buffer.STORAGE, Buffer.RECEIVE, Buffer.PARTIAL, Buffer.WIRE, 
 
 
 class Lane(IntEnum):
-    """What a signal says. Lanes below :data:`SLOT_LANES` exist once a slot, the others once an arena."""
+    """What a signal says. DONE is counted once a slot, the others once a unit: :mod:`tide.compiler.signals`."""
 
     READY = 0  #: pull route: my shard is in my storage; push route: so is all that I push to you
     DONE = 1  #: I have pulled all I need from your storage: you may overwrite it
@@ -62,9 +62,6 @@ class Lane(IntEnum):
     HELD = 17  #: a partial sum for you is in my spread area
     TAKEN = 18  #: I have summed what you held for me
 
-
-#: Lanes with a number below this one are kept per slot.
-SLOT_LANES = 8
 
 #: Credits that exist before the first signal: nobody reads a slot that was never gathered.
 INITIAL_CREDIT = {Lane.DONE: 1}

@@ -42,7 +42,11 @@ def areas(compiled: Compiled) -> list[Area]:
         ("wire", PALETTE[5], f"{sums} that came in"),
         ("packed", PALETTE[0], "small gradients on their way to the ranks that sum them"),
         ("spread", PALETTE[4], f"{receive.spread_places} sums of {show_bytes(receive.spread_chunk)}, for the switch"),
-        ("signals", PALETTE[6], f"{arena.lanes} lanes × {arena.world_size} ranks"),
+        (
+            "signals",
+            PALETTE[6],
+            f"{arena.words.count} words for {len(arena.words.units)} units and {len(arena.slots)} slots",
+        ),
     )
     for (name, color, what), start, stop in zip(meaning, ends[:-1], ends[1:], strict=True):
         if stop > start:

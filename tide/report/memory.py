@@ -52,7 +52,7 @@ _NOTES = {
     "partial and wire areas": "sums between nodes",
     "packed gradients": "small ones, on their way to the owners",
     "spread area": "float32 sums that the switch sums",
-    "signals": "counters, one a lane and peer",
+    "signals": "counters, by unit, lane and peer",
     "scratch": "tables of the kernels, at most",
     peak.GRADIENTS: "TIDE: and of the unit that is being reduced",
     peak.RUNNING: "where the reduced gradient is not float32",

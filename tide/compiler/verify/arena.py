@@ -1,4 +1,8 @@
-"""Proof of the layouts: shards tile parameters, parameters do not overlap, areas fit, stated sizes hold."""
+"""Proof of the layouts: shards tile parameters, parameters do not overlap, areas fit, stated sizes hold.
+
+No two units share a signal word either, nor two lanes, forms or sources of one; that whoever signals is one of those
+sources is proved with the order of the steps (:mod:`tide.compiler.verify.words`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ import numpy as np
 from tide.compiler.compile import Compiled
 from tide.compiler.dtypes import itemsize
 from tide.compiler.model import Mesh, Unit
-from tide.compiler.place import AREA_ALIGNMENT, SEGMENT_ALIGNMENT, SIGNAL_BYTES, UnitLayout, align
+from tide.compiler.place import AREA_ALIGNMENT, SEGMENT_ALIGNMENT, UnitLayout, align
 from tide.compiler.schedule import arena_chunk, chunk_elements
 from tide.compiler.schedule.switch import spread_places
 from tide.compiler.shard import ShardTable, padded_numel, shard
-from tide.compiler.steps import SLOT_LANES, Lane
 from tide.compiler.verify.liveness import check_liveness
+from tide.compiler.verify.words import check_words
 from tide.errors import PlanError
 
 
@@ -31,6 +35,7 @@ def check_arena(compiled: Compiled) -> None:
     _check_slots(compiled)
     check_liveness(compiled)
     _check_areas(compiled)
+    check_words(compiled)
     done: set[tuple[int, int]] = set()
     for unit in compiled.spec.units:
         layout = compiled.layouts.get(unit.name)
@@ -95,8 +100,7 @@ def _areas(compiled: Compiled) -> Iterator[tuple[str, int, int]]:
     yield "wire area", receive.wire, receive.wire_size
     yield "area of packed gradients", receive.staged, receive.staged_size
     yield "spread area", receive.spread, receive.spread_size
-    lanes = len(arena.slots) * SLOT_LANES + (len(Lane) - SLOT_LANES)
-    yield "signal words", arena.signals, lanes * arena.world_size * SIGNAL_BYTES
+    yield "signal words", arena.signals, arena.words.nbytes
 
 
 def _check_areas(compiled: Compiled) -> None:
@@ -126,7 +130,7 @@ def _check_areas(compiled: Compiled) -> None:
     meshes = {id(unit.mesh): unit.mesh for unit in compiled.spec.units}
     last = max(max(group) for mesh in meshes.values() for group in mesh.groups)
     if arena.world_size <= last:
-        raise PlanError(f"arena: signal words for {arena.world_size} ranks, but a mesh names rank {last}")
+        raise PlanError(f"arena: laid out for {arena.world_size} ranks, but a mesh names rank {last}")
 
 
 def _check_fit(where: str, room: int, what: str, need: int) -> None:

@@ -1,9 +1,9 @@
 """Signals and waits: that they match, that all programs end, and what is known to have happened when.
 
 A wait consumes the signals of one peer on one lane in their order, so each wait stands for one signal
-step, its *source*; two rules make that exact: a counter is signalled by one queue and waited for by
-one queue. Counters only grow, hence running every queue as far as it goes finds a deadlock if there is
-one, and the rounds of that run order all steps.
+step, its *source*; three rules make that exact: a counter is signalled by one queue, waited for by
+one queue, and has a word of its own in the arena. Counters only grow, hence running every queue as far
+as it goes finds a deadlock if there is one, and the rounds of that run order all steps.
 
 What a queue knows at a step is, for every other queue, the last step that has certainly finished: it
 follows from the waits before it. Facts are passed on through the queues of the two ranks concerned and
@@ -20,6 +20,7 @@ from tide.compiler.shard import Int64
 from tide.compiler.steps import INITIAL_CREDIT, Lane
 from tide.compiler.verify.scene import Scene
 from tide.compiler.verify.tables import PUT, SIGNAL, WAIT, Bools, Tables, lane_name
+from tide.compiler.verify.words import strangers
 
 Int32 = npt.NDArray[np.int32]
 
@@ -81,6 +82,7 @@ class Order:
         if not (np.array_equal(keys, waited) and np.array_equal(totals, waited_totals)):
             self._report_mismatch(keys, totals, waited, waited_totals, signals, signal_key, waits, wait_key)
         del signal_key, wait_key
+        self._check_words(keys)
         # Keys are equal now, so `signal_of` and `wait_of` number the same counters.
         lanes = keys % _LANES
         initial = np.zeros(len(keys), dtype=np.int64)
@@ -104,6 +106,15 @@ class Order:
         self.credit_signal = found.astype(np.int64)
         order = np.argsort(waits)
         self.wait, self.source = waits[order], source[order]
+
+    def _check_words(self, keys: Int64) -> None:
+        """Each counter is in a word of its own: the layout knows its source."""
+        pair, lane = np.divmod(keys, _LANES)
+        receiver, sender = np.divmod(pair, self.scene.size)
+        wrong = np.flatnonzero(strangers(self.scene.context.team, receiver, sender, lane))
+        if len(wrong):
+            to, giver, name = self._spell(int(keys[wrong[0]]))
+            self.scene.fail(f"{self.scene.name(to)} has no word for signals {name} of {self.scene.name(giver)}")
 
     def _by_counter(self, kinds: tuple[int, ...], verb: str) -> tuple[Int32, Int64]:
         """Steps that signal or wait, sorted by counter, and their counters; checks that each has one queue."""

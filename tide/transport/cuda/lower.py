@@ -217,16 +217,15 @@ class _Lowering:
                 self.append(fixed_call(self.device, self.driver.event_record, "event record", last, stream))
             return
         rank = self.rank_of(step.peer)
-        if (wire := self.wire_to(step.peer)) is not None:
-            slot, lane = self.binding.slot, step.lane
-            if wire.words is None:
-                self.append(wire.signal(stream, rank, step.count, wire.channel(slot, lane)))
-            else:
-                self.append(wire.word(stream, rank, step.count, slot, lane))
+        wire = self.wire_to(step.peer)
+        if wire is not None and wire.words is None:
+            self.append(wire.signal(stream, rank, step.count, self.channel(wire, step.lane)))
             return
-        address = self.device.arenas[rank] + self.words.outgoing(self.binding.slot, step.lane)
-        index = self.words.index(self.binding.slot, step.lane, rank)
-        self.memory_operation(stream, MemoryOperation(False, index, step.count, 0, address))
+        index, offset = self.words.outgoing(self.binding.unit, step.lane, rank, self.program.in_slot)
+        if wire is not None:
+            self.append(wire.word(stream, rank, step.count, index, offset, self.channel(wire, step.lane)))
+            return
+        self.memory_operation(stream, MemoryOperation(False, index, step.count, 0, self.device.arenas[rank] + offset))
 
     def wait(self, name: str, stream: int, number: int, step: Wait) -> None:
         check_distance(step.count, f"{self.program.collective}: wait on {step.lane.name}")
@@ -237,8 +236,8 @@ class _Lowering:
         if wire is not None and wire.words is None:
             self.wait_for_wire(wire, name, stream, number, step)
             return
-        rank, slot = self.rank_of(step.peer), self.binding.slot
-        index, word = self.words.index(slot, step.lane, rank), self.words.incoming(slot, step.lane, rank)
+        rank = self.rank_of(step.peer)
+        index, word = self.words.incoming(self.binding.unit, step.lane, rank, self.program.in_slot)
         total = self.totals[index] = self.totals.get(index, 0) + step.count
         self.out.awaited.append(Awaited(name, number, step.lane, rank, index, word, total))
         address = self.device.arenas[self.device.rank] + word
@@ -272,6 +271,10 @@ class _Lowering:
         wire = self.device.wire
         return wire if wire is not None and wire.crosses(self.rank_of(position)) else None
 
+    def channel(self, wire: Wire, lane: Lane) -> Channel:
+        """Where the unit's signals of a lane go."""
+        return wire.channel(self.binding.unit, lane, self.program.in_slot)
+
     def put(self, wire: Wire, stream: int, step: Put) -> None:
         """Each contiguous segment as a put with a signal of its own; then the flag word, where that is the signal."""
         start = self.bases.start
@@ -280,14 +283,14 @@ class _Lowering:
             (own + start(piece.src) + piece.src_offset, start(piece.dst) + piece.dst_offset, piece.length)
             for piece in segments(step.transfers)
         ]
-        channel = wire.channel(self.binding.slot, step.lane)
+        channel = self.channel(wire, step.lane)
         self.append(wire.put(stream, self.rank_of(step.peer), pieces, channel))
         if wire.words is not None:
             self.signal(stream, Signal(step.peer, step.lane))
 
     def wait_for_wire(self, wire: Wire, name: str, stream: int, number: int, step: Wait) -> None:
         """Neighbouring waits of a stream on one communicator and context share a call."""
-        channel = wire.channel(self.binding.slot, step.lane)
+        channel = self.channel(wire, step.lane)
         rank, count = self.rank_of(step.peer), self.tally.take(step.peer, step.lane, step.count)
         if self.waiting is None or self.waiting[0] != stream or self.waiting[1][:2] != channel[:2]:
             self.flush()

@@ -92,7 +92,7 @@ class CudaTransport(Transport):
     ) -> None:
         super().__init__(compiled, rank)
         self.arena, self.driver, self.device, self.settings = arena, driver, device, settings
-        self.words = Words(compiled.arena, rank)
+        self.words = Words(compiled, rank)
         self.abort_offset, self.abort_words = compiled.arena.size, compiled.arena.world_size
         self.broken: str | None = None
         self.value_table = arena.addresses[rank] + arena_bytes(compiled)[1]
@@ -128,6 +128,7 @@ class CudaTransport(Transport):
         self._peers = PeersByProgram(compiled, rank, self.most_prepared)
         self._retired: list[Lowered] = []  # no more to be used, but perhaps under way
         self._vacated: dict[int, int] = {}
+        self.poisoned: dict[int, int] = {}  # words that poison waits for, by their counters
         self._own: dict[tuple[int, Lane], int] = {}
         self._issue = threading.RLock()
         self._numbers = 0
@@ -336,11 +337,11 @@ class CudaTransport(Transport):
             for _, _, step in program.steps():
                 if isinstance(step, Wait) and step.lane is Lane.DONE:
                     # The same value that the next all-gather will wait for; it is not consumed here.
-                    rank = group[step.peer]
-                    count = self.words.consumed[self.words.index(slot, step.lane, rank)] + step.count
+                    index, word = self.words.incoming(unit, step.lane, group[step.peer])
+                    self.poisoned[index] = word
+                    count = self.words.consumed[index] + step.count
                     value = ((count - self.words.credit(step.lane)) * STRIDE) & MASK
-                    place = own + self.words.incoming(slot, step.lane, rank)
-                    driver.check(driver.wait_value(stream, place, value, driver.wait_flags), "wait")
+                    driver.check(driver.wait_value(stream, own + word, value, driver.wait_flags), "wait")
             start = own + layout.slots[slot].offset
             driver.check(driver.fill(start, 0xFF, self.compiled.layouts[unit].size, stream), "poison")
             driver.check(driver.event_record(self._vacated[slot], stream), "event record")

@@ -7,7 +7,10 @@ runs far ahead of the device, or a caller's own kernel that takes long, is not i
 
 On expiry the flag words tell who is missing. They are then overwritten with what the streams wait for, so that
 everything drains; the data is worthless, and the transport raises :class:`~tide.errors.PeerError` from then on.
-Peers are told through a word of theirs, so that they need not wait for their own deadline.
+Peers are told through a word of theirs, so that they need not wait for their own deadline. The word also says what
+this rank was waiting in: each looks at what the ranks that it waits for have told, and so finds out that they are
+alive and have issued other collectives. Their signals would never have answered its waits
+(:mod:`tide.compiler.signals`); the deadline is what ends them.
 
 A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. If a stream does not drain,
 the communicators are broken off, on a thread of their own, as NCCL may wait for just that stream. A host that has run
@@ -21,13 +24,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tide.errors import TransportError
-from tide.transport.cuda.words import MASK, STRIDE, encode, reached
+from tide.transport.cuda.words import MASK, STRIDE, VALUES, encode, reached
 
 if TYPE_CHECKING:
     from tide.transport.cuda.lowered import Crossing
@@ -46,6 +49,19 @@ DRAIN = 1.0
 RESPITE = 30.0
 #: Its exit code then (``EX_PROTOCOL``).
 EXIT_CODE = 76
+
+#: What a rank that has given up tells its peers, as the number of a counter value: that it has; from `_WAITS` on,
+#: also which collective of which unit it was in.
+_GONE, _WAITS = 1, 2
+_COLLECTIVES = ("all_gather", "reduce_scatter", "claim")
+
+
+class Open(NamedTuple):
+    """The wait that a stream is at."""
+
+    step: int
+    rank: int
+    text: str
 
 
 class Watchdog:
@@ -68,14 +84,19 @@ class Watchdog:
         self._started: dict[int, float] = {}
         self._aborting: threading.Thread | None = None
         self._stuck_since: float | None = None
+        self._told = _GONE
+        self._units = [unit.name for unit in transport.compiled.spec.units]
         interval = min(INTERVAL, timeout / 4)
+        self._respite = 4 * interval  # for peers to tell what they wait for
         self._thread = threading.Thread(target=self._run, args=(interval,), name="tide-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begins to watch; allocates now what it will need when nothing can be allocated any more."""
         driver, layout = self._transport.driver, self._transport.compiled.arena
         self._side, self._event = driver.new_stream(), driver.new_event()
-        words = layout.lanes * layout.world_size * 2 + self._transport.abort_words
+        units, slots = layout.words.units.values(), layout.words.slots
+        words = 2 * max((unit.size for unit in units), default=0) + 2 * max((row.count for row in slots), default=0)
+        words = max(words, self._transport.abort_words)  # what is read at a time
         self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=self._transport.device.type == "cuda")
         self._thread.start()
 
@@ -106,8 +127,9 @@ class Watchdog:
         heads = transport.heads()
         now = time.monotonic()
         if transport.broken is not None:
-            if heads:
+            if heads or transport.poisoned:  # poison is no collective, and may wait all the same
                 self._release()
+            if heads:
                 self._break_off(now)
             return
         self._started = {key: when for key, when in self._started.items() if any(key == t.number for t in heads)}
@@ -119,75 +141,128 @@ class Watchdog:
             if waited >= self.timeout:
                 self._expire(ticket, f"has not finished {self.timeout:g} s after it could start")
                 return
-            if waited >= ASK_PEERS and (gone := self._gave_up(self._read())):
-                self._expire(ticket, f"was given up by {' and '.join(f'rank {rank}' for rank in gone)}")
+            if waited >= ASK_PEERS and (gone := self._gave_up()):
+                told = [f"rank {rank}{self._where(state)}" for rank, state in gone.items()]
+                self._expire(ticket, f"was given up by {' and '.join(told)}")
                 return
 
     # Reading -----------------------------------------------------------------------------------
 
-    def _read(self) -> Sequence[int] | None:
-        """The flag words and the peers' abort words, through a stream of its own; None if that does not end."""
+    def _read(self, *spans: tuple[int, int]) -> list[int] | None:
+        """32-bit words of the own memory, ``(offset, bytes)`` after each other; None if the device does not answer.
+
+        Through a stream of its own.
+        """
         transport, driver = self._transport, self._transport.driver
         assert self._pinned is not None
         assert self._side is not None
-        nbytes = 4 * len(self._pinned)
-        own = transport.arena.addresses[transport.rank]
-        lanes = nbytes - 4 * transport.abort_words
-        host = self._pinned.data_ptr()
-        driver.check(driver.download(host, own + transport.compiled.arena.signals, lanes, self._side), "read of flags")
-        driver.check(driver.download(host + lanes, own + transport.abort_offset, nbytes - lanes, self._side), "read")
+        own, host, at = transport.arena.addresses[transport.rank], self._pinned.data_ptr(), 0
+        for offset, nbytes in spans:
+            driver.check(driver.download(host + at, own + offset, nbytes, self._side), "read of flag words")
+            at += nbytes
         driver.check(driver.event_record(self._event, self._side), "event record")
         end = time.monotonic() + READ_TIMEOUT
         while not driver.done(self._event):
             if time.monotonic() > end:
                 return None
             time.sleep(0.001)
-        return [value & MASK for value in self._pinned.tolist()]
+        return [value & MASK for value in self._pinned[: at // 4].tolist()]
 
-    def _gave_up(self, words: Sequence[int] | None) -> list[int]:
+    def _read_signals(self, unit: str) -> dict[int, int] | None:
+        """The flag words of a unit and its slot, by offset in the arena."""
+        spans = self._transport.words.spans(unit)
+        words = self._read(*spans)
         if words is None:
-            return []
+            return None
+        offsets = [offset + at for offset, nbytes in spans for at in range(0, nbytes, 4)]
+        return dict(zip(offsets, words, strict=True))
+
+    def _gave_up(self) -> dict[int, int]:
+        """Peers that have given up, and the number that each has told."""
         transport = self._transport
-        aborts = words[len(words) - transport.abort_words :]
-        return [rank for rank in range(transport.compiled.arena.world_size) if aborts[rank]]
+        words = self._read((transport.abort_offset, 4 * transport.abort_words))
+        return {rank: word // STRIDE for rank, word in enumerate(words or ()) if word}
+
+    # What ranks tell each other ------------------------------------------------------------------
+
+    def _number(self, ticket: CudaTicket) -> int:
+        """What this rank tells of the collective that it is in."""
+        number = self._units.index(ticket.unit) * len(_COLLECTIVES) + _COLLECTIVES.index(ticket.collective) + _WAITS
+        return number if number < VALUES else _GONE
+
+    def _where(self, number: int) -> str:
+        """What a peer has told, in words."""
+        if number < _WAITS:
+            return ""
+        unit, which = divmod(number - _WAITS, len(_COLLECTIVES))
+        return f" in {_COLLECTIVES[which]} of unit {self._units[unit]!r}"
+
+    def _ask(self, ranks: Collection[int]) -> dict[int, int]:
+        """What ranks have told, once all of them have, or after a respite: they have to find out first."""
+        end = time.monotonic() + self._respite
+        while not set(ranks) <= (told := self._gave_up()).keys() and time.monotonic() < end:
+            if self._stop.wait(self._respite / 20):
+                break
+        return told
+
+    def _judge(self, ranks: Collection[int], own: int) -> str:
+        """Why ranks that are waited for do not answer, as far as can be known."""
+        told, found = self._ask(ranks), list[str]()
+        if others := {rank: told[rank] for rank in ranks if told.get(rank, own) not in (own, _GONE)}:
+            waits = " and ".join(f"rank {rank} waits{self._where(number)}" for rank, number in others.items())
+            found.append(
+                f"{waits}: it is alive, so the ranks have most likely issued different collectives, unless it waits "
+                "for a third rank, which its own message names. Every rank must run the same modules in the same order"
+            )
+        if same := [f"rank {rank}" for rank in ranks if told.get(rank) == own != _GONE]:
+            found.append(f"{' and '.join(same)} waits in this collective, too")
+        if silent := [f"rank {rank}" for rank in ranks if told.get(rank, _GONE) == _GONE]:
+            found.append(
+                f"{' and '.join(silent)} has died, is stuck before this collective, or calls another one; look at its "
+                "output"
+            )
+        return ". ".join(found)
 
     # Failing -----------------------------------------------------------------------------------
 
     def _expire(self, ticket: CudaTicket, what: str) -> None:
         transport = self._transport
-        words = self._read()
-        message = f"rank {transport.rank}: {ticket.collective} of unit {ticket.unit!r} {what}"
+        self._told = self._number(ticket)
+        self.tell_peers()
+        words = self._read_signals(ticket.unit)
+        message = f"rank {transport.rank}: {ticket.collective} of unit {ticket.unit!r} {what}; "
         if words is None:
-            message += "; the flag words cannot be read: the device itself does not answer"
+            message += "the flag words cannot be read: the device itself does not answer"
+        elif found := self.blocked(ticket, words):
+            message += ", ".join(
+                f"stream {stream} waits at step {wait.step} {wait.text}" for stream, wait in found.items()
+            )
+            ranks = sorted({wait.rank for wait in found.values()})
+            message += f". {self._judge(ranks, self._told)}. A larger deadline: TIDE_TIMEOUT"
         else:
-            message += self.blocked(ticket, words)
+            message += "no wait on a peer is open: a kernel or a copy does not end"
         transport.fail(message)
         self._release()
 
-    def blocked(self, ticket: CudaTicket, words: Sequence[int]) -> str:
-        """What each stream of a collective waits for, given the flag words (two 32-bit halves each)."""
+    def blocked(self, ticket: CudaTicket, words: Mapping[int, int]) -> dict[str, Open]:
+        """What each stream of a collective waits for, given the flag words by their offsets; streams that do not wait
+        for a peer are left out."""
         transport = self._transport
-        start = transport.compiled.arena.signals
         base = dict(zip(ticket.indices, ticket.base, strict=True))
-        found: dict[str, tuple[int, str]] = {}  # first open wait of each stream
+        found: dict[str, Open] = {}  # first open wait of each stream
         for awaited in ticket.awaited:
             needed = encode(base[awaited.index] + awaited.total - transport.words.credit(awaited.lane))
-            word = words[(awaited.word - start) // 4]
+            word = words[awaited.word]
             if not reached(word, needed):
                 missing = ((needed - word) & MASK) // STRIDE
                 text = f"for {missing} signal(s) {awaited.lane.name} of rank {awaited.rank}"
-                found.setdefault(awaited.stream, (awaited.step, text))
+                found.setdefault(awaited.stream, Open(awaited.step, awaited.rank, text))
         for crossing in self._open_crossings(ticket):
             text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {crossing.rank} through NCCL"
-            if crossing.step < found.get(crossing.stream, (crossing.step + 1, ""))[0]:
-                found[crossing.stream] = crossing.step, text
-        parts = [f"stream {stream} waits at step {step} {text}" for stream, (step, text) in found.items()]
-        if not parts:
-            return "; no wait on a peer is open: a kernel or a copy does not end"
-        return (
-            "; " + ", ".join(parts) + ". That rank has died, is stuck before this collective, or calls another one; "
-            "look at its output. A larger deadline: TIDE_TIMEOUT"
-        )
+            last = found.get(crossing.stream)
+            if last is None or crossing.step < last.step:
+                found[crossing.stream] = Open(crossing.step, crossing.rank, text)
+        return found
 
     def _open_crossings(self, ticket: CudaTicket) -> list[Crossing]:
         """Waits by NCCL that are not known to have passed."""
@@ -220,13 +295,13 @@ class Watchdog:
             transport.wire.abort()
 
     def tell_peers(self) -> None:
-        """Lets the peers know that this rank has given up, so that they need not wait for their own deadlines."""
+        """Lets the peers know that this rank has given up, and in what, so that they need not wait any longer."""
         transport, driver = self._transport, self._transport.driver
         assert self._side is not None
         for rank, address in transport.arena.addresses.items():
             if rank != transport.rank:
                 place = address + transport.abort_offset + 4 * transport.rank
-                driver.copy(place, transport.value_table + 4, 4, self._side)  # any value but 0
+                driver.copy(place, transport.value_table + 4 * self._told, 4, self._side)
 
     def _release(self) -> None:
         """Writes what is awaited into the flag words; again at each look, since a late peer may overwrite them."""
@@ -234,5 +309,6 @@ class Watchdog:
         assert self._side is not None
         own = transport.arena.addresses[transport.rank]
         places = {awaited.index: awaited.word for ticket in transport.outstanding() for awaited in ticket.awaited}
+        places |= transport.poisoned
         for index, value in transport.words.satisfied(places).items():
             driver.write_value(self._side, own + places[index], value, 0)

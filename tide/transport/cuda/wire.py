@@ -5,6 +5,9 @@ context); a wait consumes as many as it says. NCCL stages a signal's value in me
 used by one stream at a time: each lane has its own, as a lane is signalled from one stream of a program. That also
 keeps the puts and signals of a lane in order, and lets lanes overtake each other.
 
+Each unit has signal indices of its own, as it has words within a node (:mod:`tide.compiler.signals`): what is put for
+one unit never answers a wait of another. NCCL keeps a counter for each index, context and rank.
+
 NCCL runs the operations of one communicator in the order of their issue, also those of different streams: a wait then
 holds back puts that were issued later. `issue_order` makes that safe (every wait comes after its signal, over all
 ranks), and more than one communicator makes it cheaper.
@@ -18,12 +21,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tide.compiler.place import ArenaLayout
 from tide.compiler.schedule.chunks import CHUNK_ALIGNMENT
-from tide.compiler.steps import ARENA, SLOT_LANES, Buffer, Lane, Program, Put, Signal, Transfer
+from tide.compiler.signals import GATHER_FAR, SCATTER_FAR
+from tide.compiler.steps import ARENA, Buffer, Lane, Program, Put, Signal, Transfer
 from tide.errors import InputError, TransportError
 from tide.topology import Topology
 from tide.transport.cuda.nccl import UINT8, SignalsAwaited
@@ -79,20 +83,24 @@ def crossing_units(units: Sequence[tuple[tuple[int, ...], ...]], topology: Topol
     return any(len({topology.node_of(rank) for rank in group}) > 1 for groups in units for group in groups)
 
 
+def _per_unit(layout: ArenaLayout) -> int:
+    """Signal indices of a unit: two for its all-gather, two for each form of its reduce-scatter."""
+    return 2 + 2 * max((unit.forms for unit in layout.words.units.values()), default=0)
+
+
 def needs_of(layout: ArenaLayout, communicators: int, words: bool = False) -> WireNeeds:
     """What the communicators have to offer for a plan.
 
     Raises
     ------
     InputError
-        If the plan has more slots than there can be signal indices.
+        If the plan has more units than there can be signal indices.
     """
-    per_slot = sum(lane < SLOT_LANES for lane in LANES)
-    signals = len(layout.slots) * per_slot + len(LANES) - per_slot
+    signals = 1 if words else len(layout.words.units) * _per_unit(layout)
     if signals > MOST_SIGNALS:
         raise InputError(
-            f"the plan has {len(layout.slots)} slots, and puts between nodes need {per_slot} signal indices for each: "
-            f"more than {MOST_SIGNALS}. Compile it with PlanOptions(slots=2) or so"
+            f"the plan has {len(layout.words.units)} units, and puts between nodes need {_per_unit(layout)} signal "
+            f"indices for each: more than {MOST_SIGNALS}. Open it with Settings(wire_signals='word'), which needs none"
         )
     return WireNeeds(1 + max(CONTEXTS.values()), signals, communicators, strict=words)
 
@@ -235,22 +243,26 @@ class Wire:
     abort: Callable[[], None]
     words: Words | None = None
     values: int = 0
+    _numbers: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_numbers", {unit: number for number, unit in enumerate(self.layout.words.units)})
 
     def crosses(self, rank: int) -> bool:
         """Whether ``rank`` is on another node."""
         return self.topology.node_of(rank) != self.topology.node_of(self.rank)
 
-    def channel(self, slot: int, lane: Lane) -> Channel:
-        """Communicator, context and signal index of a lane."""
+    def channel(self, unit: str, lane: Lane, in_slot: bool = False) -> Channel:
+        """Communicator, context and signal index of a unit's lane; where flag words are put, nobody looks at those."""
         if lane not in LANES:
             raise TransportError(f"signals {lane.name} do not cross nodes")
-        context, per_slot = CONTEXTS[lane], [each for each in LANES if each < SLOT_LANES]
-        if lane < SLOT_LANES:
-            signal = slot * len(per_slot) + per_slot.index(lane)
-        else:
-            rest = [each for each in LANES if each >= SLOT_LANES]
-            signal = len(self.layout.slots) * len(per_slot) + rest.index(lane)
-        return Channel(PLACES[len(self.communicators)][lane], context, signal)
+        signal = 0
+        if self.words is None:
+            kind = GATHER_FAR.index(lane) if lane in GATHER_FAR else 2 + SCATTER_FAR.index(lane) % 2
+            if lane in SCATTER_FAR and self.layout.words.units[unit].forms > 1 and not in_slot:
+                kind += 2
+            signal = self._numbers[unit] * _per_unit(self.layout) + kind
+        return Channel(PLACES[len(self.communicators)][lane], CONTEXTS[lane], signal)
 
     def put(
         self, stream: int, peer: int, pieces: Sequence[tuple[int, int, int]], channel: Channel
@@ -276,12 +288,11 @@ class Wire:
 
         return issue if len(calls) > 1 else issue_one
 
-    def word(self, stream: int, peer: int, count: int, slot: int, lane: Lane) -> Callable[[], None]:
-        """Puts the flag word of a lane, ``count`` further than before."""
+    def word(self, stream: int, peer: int, count: int, index: int, offset: int, channel: Channel) -> Callable[[], None]:
+        """Puts the flag word at an offset of the peer's arena, ``count`` further than before."""
         assert self.words is not None
         library, put, values = self.library, self.library.function("ncclPutSignal"), self.values
-        channel, sent = self.channel(slot, lane), self.words.sent
-        index, offset = self.words.index(slot, lane, peer), self.words.outgoing(slot, lane)
+        sent = self.words.sent
         communicator, window = self.communicators[channel.communicator], self.windows[channel.communicator]
         where = peer, window, offset, channel.signal, channel.context, 0, communicator, stream
 

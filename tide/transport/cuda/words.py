@@ -1,10 +1,10 @@
 """Signals between devices: counters as flag words in the arena.
 
-Each (lane, source rank) has a word in the arena of the rank that waits; the source stores the number of signals
-that it has given so far. Numbers are held modulo 2**14 and stored in the upper bits of a 32-bit word: the
-driver's wait compares such words cyclically, so a counter may wrap around as long as signals and waits are less
-than 2**13 apart (credits keep them within a few). That makes a table of all values small enough to exist once on
-every device, and a signal becomes one copy of four bytes from the table to the peer.
+Each (unit, lane, source rank) has a word in the arena of the rank that waits (:mod:`tide.compiler.signals`); the
+source stores the number of signals that it has given so far. Numbers are held modulo 2**14 and stored in the upper
+bits of a 32-bit word: the driver's wait compares such words cyclically, so a counter may wrap around as long as
+signals and waits are less than 2**13 apart (credits keep them within a few). That makes a table of all values small
+enough to exist once on every device, and a signal becomes one copy of four bytes from the table to the peer.
 
 A launch that carries out several steps tells this rank's other streams how far it is by counters of its own
 (:class:`Counters`), in which its programs count.
@@ -13,12 +13,15 @@ A launch that carries out several steps tells this rank's other streams how far 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from tide.compiler.place import ArenaLayout
+from tide.compiler.compile import Compiled
+from tide.compiler.signals import SIGNAL_BYTES
 from tide.compiler.steps import INITIAL_CREDIT, Lane
 from tide.errors import TransportError
+from tide.topology import Team
 
 #: Counters are kept modulo this many.
 VALUES = 1 << 14
@@ -44,12 +47,19 @@ def reached(word: int, awaited: int) -> bool:
     return ((word - awaited) & MASK) < 1 << 31
 
 
+class Word(NamedTuple):
+    """A flag word: the place of its counter on this host, and its offset in the arena of the rank that waits."""
+
+    counter: int
+    offset: int
+
+
 class Words:
     """This rank's counters and the places of its words.
 
     Parameters
     ----------
-    arena : ArenaLayout
+    compiled : Compiled
         Says where each word lies.
     rank : int
         This rank.
@@ -57,25 +67,52 @@ class Words:
     Attributes
     ----------
     sent, consumed : list of int
-        Signals given to, and taken from, each (lane, rank), by :meth:`index`.
+        Signals given through, and taken from, each word that was asked for; see :meth:`outgoing`, :meth:`incoming`.
     """
 
-    def __init__(self, arena: ArenaLayout, rank: int) -> None:
-        self.arena, self.rank = arena, rank
-        self.sent = [0] * (arena.lanes * arena.world_size)
-        self.consumed = [0] * (arena.lanes * arena.world_size)
+    def __init__(self, compiled: Compiled, rank: int) -> None:
+        self.compiled, self.arena, self.rank = compiled, compiled.arena, rank
+        self.sent: list[int] = []
+        self.consumed: list[int] = []
+        self._outgoing: dict[tuple[int, int], int] = {}  # by rank that waits, and offset there
+        self._incoming: dict[int, int] = {}  # by offset here
+        self._teams: dict[str, tuple[Team, int, dict[int, int]]] = {}
 
-    def index(self, slot: int, lane: Lane, other: int) -> int:
-        """Place of a counter in the lists."""
-        return self.arena.lane(slot, lane) * self.arena.world_size + other
+    def _seats(self, unit: str) -> tuple[Team, int, dict[int, int]]:
+        """Team of a unit, this rank's position in it, and that of each rank."""
+        if unit not in self._teams:
+            group, position = self.compiled.group(unit, self.rank)
+            positions = {rank: number for number, rank in enumerate(group)}
+            self._teams[unit] = self.compiled.context(unit, self.rank).team, position, positions
+        return self._teams[unit]
 
-    def incoming(self, slot: int, lane: Lane, source: int) -> int:
-        """Arena offset of the word that ``source`` writes here."""
-        return self.arena.signal_word(slot, lane, source)
+    def incoming(self, unit: str, lane: Lane, source: int, in_slot: bool = False) -> Word:
+        """The word that ``source`` writes here; ``in_slot`` is the program's."""
+        team, me, positions = self._seats(unit)
+        offset = self.arena.signal_word(unit, team, lane, me, positions[source], in_slot)
+        if offset not in self._incoming:
+            self._incoming[offset] = len(self.consumed)
+            self.consumed.append(0)
+        return Word(self._incoming[offset], offset)
 
-    def outgoing(self, slot: int, lane: Lane) -> int:
-        """Arena offset, at a peer, of the word that this rank writes there."""
-        return self.arena.signal_word(slot, lane, self.rank)
+    def outgoing(self, unit: str, lane: Lane, to: int, in_slot: bool = False) -> Word:
+        """The word that this rank writes at ``to``; ``in_slot`` is the program's."""
+        team, me, positions = self._seats(unit)
+        offset = self.arena.signal_word(unit, team, lane, positions[to], me, in_slot)
+        if (to, offset) not in self._outgoing:
+            self._outgoing[to, offset] = len(self.sent)
+            self.sent.append(0)
+        return Word(self._outgoing[to, offset], offset)
+
+    def spans(self, unit: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Offset and bytes of all words of a unit here, and of its slot's."""
+        words, found = self.arena.words, self.arena.words.units[unit]
+        slot = words.slots[self.arena.slot_of[unit]]
+        start = self.arena.signals
+        return (
+            (start + found.first * SIGNAL_BYTES, found.size * SIGNAL_BYTES),
+            (start + slot.first * SIGNAL_BYTES, slot.count * SIGNAL_BYTES),
+        )
 
     @staticmethod
     def credit(lane: Lane) -> int:

@@ -1,4 +1,4 @@
-"""Programs bound to addresses: done once for a program and a slot, reused by every later call."""
+"""Programs bound to addresses: done once for a program and a unit, reused by every later call."""
 
 from __future__ import annotations
 
@@ -91,11 +91,6 @@ class Rank:
     doorbells: Doorbells
     fence: Callable[[], None]
 
-    def word(self, slot: int, lane: Lane, source: int) -> int:
-        """Index of a signal word among the words."""
-        arena = self.compiled.arena
-        return (arena.signal_word(slot, lane, source) - arena.signals) // 8
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -166,6 +161,8 @@ class Preparer:
         self.operands: dict[tuple[Buffer, int], int] = {}
         self.listed: list[Operand] = []
         self.parameters = rank.compiled.spec.unit(binding.unit).parameters
+        self.signals = rank.compiled.arena.words.units[binding.unit]
+        self.team = rank.compiled.context(binding.unit, rank.rank).team
         # A program may have been made for gradients of another type than the plan's; its sums know.
         self.grad_dtypes = {
             src.index: row.src_dtype
@@ -225,15 +222,19 @@ class Preparer:
     def wait(self, step: Wait) -> Await:
         """The wait's own word, which only its source writes."""
         rank, source = self.rank, self.binding.ranks[step.peer]
-        word = rank.word(self.binding.slot, step.lane, source)
+        word = self.word(step.lane, self.program.position, step.peer)
         credit = INITIAL_CREDIT.get(step.lane, 0)
         return Await(rank.words[rank.rank], rank.consumed, word, step.count, credit, source, step.lane, rank.fence)
 
     def signal(self, position: int, lane: Lane, count: int) -> Notify:
         """The word that ``position`` keeps for this rank."""
         rank, peer = self.rank, self.binding.ranks[position]
-        word = rank.word(self.binding.slot, lane, rank.rank)
+        word = self.word(lane, position, self.program.position)
         return Notify(rank.words[peer], word, count, peer, rank.doorbells, rank.fence)
+
+    def word(self, lane: Lane, receiver: int, source: int) -> int:
+        """Index of the word in which a position counts signals of another."""
+        return self.signals.word(self.team, lane, receiver, source, self.program.in_slot)
 
     def move(self, transfers: Sequence[Transfer], src_rank: int, dst_rank: int) -> list[Operation]:
         """Copies between two ranks, or within one."""

@@ -1,9 +1,9 @@
 """What each rank is doing, told to its peers: ranks that issue different collectives find out.
 
-Signals only count. Where one rank reduces one unit and its peer another of the same shape, every wait may be answered,
-and sums of what does not belong together look like results. So a rank stamps each collective into its peers' headers
-before its first step, numbered by how many it has had with that peer, and looks at theirs when it is through, or has
-waited for a while: the same number must have the same stamp.
+Signals count for each unit, so none of another unit answers a wait; but a rank that waits in vain learns that at its
+deadline only, and gradients of other parameters of the unit would be answers. So a rank stamps each collective into
+its peers' headers before its first step, numbered by how many it has had with that peer, and looks at theirs when it
+is through, or has waited for a while: the same number must have the same stamp.
 """
 
 from __future__ import annotations

@@ -104,10 +104,10 @@ class HostTransport(Transport):
         self._doorbells = Doorbells(self._segments, rank, fence, self._futex)
         self._stamps = Stamps(self._segments, rank, fence)
         words = [segment.words(arena.signals) for segment in self._segments]
-        consumed = [0] * (arena.lanes * arena.world_size)
+        consumed = [0] * arena.words.count
         self._context = Rank(compiled, rank, self._segments, words, consumed, self._doorbells, fence)
         # In the order of their last use; with the program, so that its identity stays its own.
-        self._prepared: dict[tuple[int, int, tuple[int, ...]], tuple[Prepared, Program]] = {}
+        self._prepared: dict[tuple[int, str, tuple[int, ...]], tuple[Prepared, Program]] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failure: str | None = None
@@ -185,7 +185,7 @@ class HostTransport(Transport):
         """
         with self._lock:
             self._check_usable()
-            key = (id(program), binding.slot, binding.ranks)
+            key = (id(program), binding.unit, binding.ranks)
             found = self._prepared.pop(key, None)
             prepared = Preparer(self._context, program, binding).prepare() if found is None else found[0]
             self._prepared[key] = prepared, program

@@ -8,6 +8,7 @@ from random import Random
 from typing import TypeVar
 
 from tide.compiler.dtypes import itemsize
+from tide.compiler.signals import SLOT_LANES
 from tide.compiler.steps import (
     Accumulate,
     Cast,
@@ -129,6 +130,8 @@ class _Lowering:
     def __init__(self, machine: Machine, call: Call, pieces: int, random: Random) -> None:
         self.machine, self.call, self.pieces, self.random = machine, call, pieces, random
         self.memory = machine.memory
+        self.position = call.group.index(call.rank)
+        self.team = machine.compiled.context(call.unit.name, call.rank).team
 
     def lower(self, site: Site, step: Step) -> list[Item]:
         """Items of one step."""
@@ -138,12 +141,11 @@ class _Lowering:
             raise PlanError(f"{site}: {error}") from None
 
     def _lower(self, site: Site, step: Step) -> list[Item]:
-        call = self.call
         if isinstance(step, Signal):
-            counter = self.machine.counter(self.rank(step.peer), call.slot, step.lane, call.rank)
+            counter = self.counter(step.lane, step.peer, self.position)
             return [SignalItem(site, counter, step.count)]
         if isinstance(step, Wait):
-            counter = self.machine.counter(call.rank, call.slot, step.lane, self.rank(step.peer))
+            counter = self.counter(step.lane, self.position, step.peer)
             return [WaitItem(site, counter, step.count)]
         if isinstance(step, Put):
             return self.put(site, step)
@@ -166,6 +168,14 @@ class _Lowering:
         if not 0 <= position < len(self.call.group):
             raise PlanError(f"there is no position {position} in a group of {len(self.call.group)}")
         return self.call.group[position]
+
+    def counter(self, lane: Lane, receiver: int, source: int) -> int:
+        """Counter of a position's signals at another; both may be this rank's."""
+        rank, giver, unit = self.rank(receiver), self.rank(source), self.call.unit.name
+        words = self.machine.compiled.arena.words.units[unit]
+        word = words.word(self.team, lane, receiver, source, self.call.in_slot)
+        kept = f"slot {self.call.slot}" if lane in SLOT_LANES else f"unit {unit!r}"
+        return self.machine.counter(rank, word, lane, f"rank {giver} on lane {lane.name} of {kept}")
 
     def near(self, position: int) -> int:
         """World rank of a position that must be on this node."""
@@ -227,7 +237,7 @@ class _Lowering:
             fetch = Fetch(site, tuple(self.source(me, t.src, t.runs, t.length) for t in group))
             near.append(fetch)
             far.append(Deliver(fetch, tuple(self.target(peer, t.dst, t.runs, t.length) for t in group)))
-        arrival = SignalItem(site, self.machine.counter(peer, self.call.slot, Lane(step.lane), me), 1)
+        arrival = SignalItem(site, self.counter(step.lane, step.peer, self.position), 1)
         return [Work(site, near, self.machine.channel(me, peer), far, arrival)]
 
     def multicast(self, site: Site, step: Multicast) -> list[Part]:

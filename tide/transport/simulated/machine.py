@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from tide.compiler.compile import Compiled
-from tide.compiler.steps import INITIAL_CREDIT, SLOT_LANES, Lane, Wait
+from tide.compiler.steps import INITIAL_CREDIT, Lane, Wait
 from tide.errors import PlanError
 from tide.transport.simulated.families import Policy, policy
 from tide.transport.simulated.memory import Block, Memory
@@ -163,7 +163,8 @@ class Machine:
         self.events: list[Event] = []
         self.trace: list[TraceEvent] | None = [] if trace else None
         self.clock = 0
-        self._ids: dict[tuple[int, int, int], int] = {}
+        self._ids: dict[tuple[int, int], int] = {}
+        self._names: list[tuple[int, str]] = []
         self._initial: list[int] = []
         self._counts: list[int] = []
         self._waiting: list[list[Actor]] = []
@@ -173,9 +174,9 @@ class Machine:
 
     # Building ----------------------------------------------------------------------------------
 
-    def counter(self, rank: int, slot: int, lane: Lane, source: int) -> int:
-        """Number of the counter that ``rank`` keeps for signals of ``source`` on a lane."""
-        key = (rank, self.compiled.arena.lane(slot, lane), source)
+    def counter(self, rank: int, word: int, lane: Lane, what: str) -> int:
+        """Number of the counter that ``rank`` keeps in a word of its arena; ``what`` says whose signals it counts."""
+        key = (rank, word)
         found = self._ids.get(key)
         if found is None:
             found = self._ids[key] = len(self._initial)
@@ -183,6 +184,7 @@ class Machine:
             self._initial.append(INITIAL_CREDIT.get(lane, 0))
             self._counts.append(self._initial[-1])
             self._waiting.append([])
+            self._names.append((rank, what))
         return found
 
     def actor(self, rank: int, name: str) -> Actor:
@@ -375,16 +377,12 @@ class Machine:
         blocked = [actor for actor in self.actors.values() if actor.at < len(actor.items)]
         if blocked:
             self._deadlock(blocked)
-        names = {number: key for key, number in self._ids.items()}
         wrong = [n for n, count in enumerate(self._counts) if count != self._initial[n]]
         if wrong:
             lines = []
             for number in wrong[:8]:
-                rank, row, source = names[number]
-                lines.append(
-                    f"rank {rank} has {self._counts[number]} of rank {source} on {self.lane_name(row)}, "
-                    f"expected {self._initial[number]}"
-                )
+                rank, what = self._names[number]
+                lines.append(f"rank {rank} has {self._counts[number]} of {what}, expected {self._initial[number]}")
             more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
             raise PlanError("all streams have ended, but signals do not match waits: " + "; ".join(lines) + more)
 
@@ -409,10 +407,3 @@ class Machine:
         if held:
             shown.append(f"{held} streams are held back by those")
         raise PlanError("deadlock: no stream can go on\n  " + "\n  ".join(shown))
-
-    def lane_name(self, row: int) -> str:
-        """Words for a row of the signal words."""
-        slots = len(self.compiled.arena.slots)
-        if row < slots * SLOT_LANES:
-            return f"lane {Lane(row % SLOT_LANES).name} of slot {row // SLOT_LANES}"
-        return f"lane {Lane(row - slots * SLOT_LANES + SLOT_LANES).name}"
