@@ -149,14 +149,14 @@ class Watchdog:
             return []
         transport = self._transport
         aborts = words[len(words) - transport.abort_words :]
-        return [rank for rank in range(transport.compiled.arena.world_size) if aborts[rank]]
+        return [transport.names[rank] for rank in range(transport.compiled.arena.world_size) if aborts[rank]]
 
     # Failing -----------------------------------------------------------------------------------
 
     def _expire(self, ticket: CudaTicket, what: str) -> None:
         transport = self._transport
         words = self._read()
-        message = f"rank {transport.rank}: {ticket.collective} of unit {ticket.unit!r} {what}"
+        message = f"rank {transport.names[transport.rank]}: {ticket.collective} of unit {ticket.unit!r} {what}"
         if words is None:
             message += "; the flag words cannot be read: the device itself does not answer"
         else:
@@ -175,10 +175,11 @@ class Watchdog:
             word = words[(awaited.word - start) // 4]
             if not reached(word, needed):
                 missing = ((needed - word) & MASK) // STRIDE
-                text = f"for {missing} signal(s) {awaited.lane.name} of rank {awaited.rank}"
+                text = f"for {missing} signal(s) {awaited.lane.name} of rank {transport.names[awaited.rank]}"
                 found.setdefault(awaited.stream, (awaited.step, text))
         for crossing in self._open_crossings(ticket):
-            text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {crossing.rank} through NCCL"
+            name = transport.names[crossing.rank]
+            text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {name} through NCCL"
             if crossing.step < found.get(crossing.stream, (crossing.step + 1, ""))[0]:
                 found[crossing.stream] = crossing.step, text
         parts = [f"stream {stream} waits at step {step} {text}" for stream, (step, text) in found.items()]
