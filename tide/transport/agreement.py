@@ -137,37 +137,33 @@ def _new_group(ranks: tuple[int, ...], timeout: float) -> ProcessGroup:
     deadline = timedelta(seconds=timeout)
     if len(ranks) == dist.get_world_size():
         return dist.new_group(list(ranks), timeout=deadline, backend="gloo")
+    store = c10d._get_default_store()
+    store.set(f"tide/with/{dist.get_rank()}", ranks_text(ranks))
     # A group that a rank has waited for in vain leaves its address in the store, and cannot be made again.
     if missing := meet(ranks, timeout, "process group"):
         raise PeerError(
             f"{ranks_text(ranks)} could not make a process group within {timeout:g} s: {ranks_text(missing)} did not "
-            f"come{_elsewhere(ranks, missing)} (all of them must do the same, and no other ranks; a slow one may need "
-            f"a larger {TIMEOUT_VARIABLE})"
+            f"come{_elsewhere(store, ranks, missing)} (all of them must do the same, and no other ranks; a slow one "
+            f"may need a larger {TIMEOUT_VARIABLE})"
         )
     # Not `new_group(use_local_synchronization=True)`: it names the group by how many groups the process has, which
     # need not be the same for ranks that are in different models too.
     name = c10d.GroupName(f"tide/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}")
-    place, store = ranks.index(dist.get_rank()), c10d._get_default_store()
+    place, backend = ranks.index(dist.get_rank()), c10d.Backend("gloo")
     made, _ = c10d._new_process_group_helper(
-        len(ranks), place, list(ranks), c10d.Backend("gloo"), store, name, timeout=deadline, group_desc="tide"
+        len(ranks), place, list(ranks), backend, store, name, timeout=deadline, group_desc="tide"
     )
     assert isinstance(made, dist.ProcessGroup)
     c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     return made
 
 
-def announce(ranks: tuple[int, ...]) -> None:
-    """Tells the other ranks, for their messages, with which this one is about to open a plan."""
-    c10d._get_default_store().set(f"tide/with/{dist.get_rank()}", ranks_text(ranks))
-
-
-def _elsewhere(ranks: Sequence[int], missing: Sequence[int]) -> str:
-    """With which ranks those that did not come have opened a plan last, if it is known and with others."""
-    store = c10d._get_default_store()
+def _elsewhere(store: dist.Store, ranks: Sequence[int], missing: Sequence[int]) -> str:
+    """With which ranks those that did not come have wanted a group last, if it is known and with others."""
     keys = {rank: f"tide/with/{rank}" for rank in missing}
     told = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
     others = {rank: text for rank, text in told.items() if text != ranks_text(ranks)}
-    apart = [f"rank {rank} has last opened a plan of {text}" for rank, text in others.items()]
+    apart = [f"rank {rank} has last wanted one of {text}" for rank, text in others.items()]
     return f"; {', '.join(apart[:2])}" if apart else ""
 
 
