@@ -74,7 +74,8 @@ def check_against_fsdp(spec: ModelSpec, model: nn.Module, rank: int) -> None:
         found = unit.mesh.locate(scope.rank)
         assert found is not None
         group, position = found
-        assert [scope.ranks[place] for place in group] == torch.distributed.get_process_group_ranks(param.mesh_info.shard_process_group)
+        ranks = torch.distributed.get_process_group_ranks(param.mesh_info.shard_process_group)
+        assert [scope.ranks[place] for place in group] == ranks
         assert position == param.mesh_info.shard_mesh_rank
         chunk = -(-parameter.shape[parameter.dim] // unit.mesh.size)
         rows = min(max(parameter.shape[parameter.dim] - position * chunk, 0), chunk)
