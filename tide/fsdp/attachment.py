@@ -150,8 +150,8 @@ def detach(model: torch.nn.Module) -> None:
     given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
     Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
     others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
-    again. With HSDP a failure within one replica does not reach the others, which wait in FSDP2's own all-reduce until
-    the timeout of its process group.
+    again. A failure within one replica of HSDP, or one stage of a pipeline, does not reach the others, which wait in
+    torch's own collectives until the timeout of their process groups.
 
     Raises
     ------

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -112,12 +112,12 @@ def world_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
 
 
 def gloo_group(ranks: tuple[int, ...], timeout: float) -> ProcessGroup:
-    """The gloo group of these ranks, made at the first need: only they call this, each in the same order.
+    """The gloo group of these ranks, made at the first need: only they call this.
 
     Parameters
     ----------
     ranks : tuple of int
-        World ranks, ascending, this one among them.
+        World ranks, this one among them, in the same order on each.
     timeout : float
         Seconds to wait for the others.
 
@@ -148,7 +148,7 @@ def _new_group(ranks: tuple[int, ...], timeout: float) -> ProcessGroup:
         )
     # Not `new_group(use_local_synchronization=True)`: it names the group by how many groups the process has, which
     # need not be the same for ranks that are in different models too.
-    name = c10d.GroupName(f"tide/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}")
+    name: Any = f"tide/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     place, backend = ranks.index(dist.get_rank()), c10d.Backend("gloo")
     made, _ = c10d._new_process_group_helper(
         len(ranks), place, list(ranks), backend, store, name, timeout=deadline, group_desc="tide"
