@@ -339,7 +339,8 @@ class Plan:
             ``"host"`` (processes of one machine, CPU tensors), ``"cuda"`` (GPUs of one node), or ``"auto"``:
             ``"cuda"`` if the model is on a GPU, or without a model if there is one.
         **settings
-            Passed to the transport, such as ``timeout`` in seconds.
+            Passed to the transport, such as ``timeout`` in seconds, or ``group``, the process group of the plan's
+            ranks where they are not all of the job's and the plan does not know them (it was loaded from a file).
         """
         wanted = {"transport": transport, **settings}
         if self._sessions and wanted != self._opened:

@@ -145,7 +145,19 @@ class Scope:
         return {} if self.everywhere else {"group": self.group()}
 
     def barrier(self) -> None:
-        """Waits until all ranks of the scope have come here."""
+        """Waits until all ranks of the scope have come here.
+
+        Raises
+        ------
+        PeerError
+            If one does not come within the deadline; the whole world has that of its process group instead.
+        """
         import torch.distributed as dist
 
-        dist.barrier(group=self.group())
+        from tide.transport.agreement import exchange, resolve_timeout
+
+        if self.everywhere:
+            dist.barrier()
+        else:
+            timeout = resolve_timeout()
+            exchange(None, self.group(timeout), timeout, "ends of use")

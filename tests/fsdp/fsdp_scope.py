@@ -13,10 +13,16 @@ import torch.distributed as dist
 from fsdp_cases import MIXED, all_on_tide, mesh, on_two_meshes, shard, stack
 from fsdp_jobs import train
 from fsdp_models import Block, Stack
-from fsdp_parity import Case, Side, compare, run_case
+from fsdp_parity import Case, Side, compare, local, run_case
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 import tide
 from tide.errors import PeerError
@@ -97,6 +103,7 @@ SCHEDULES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "1F1B": (Schedule1F1B, 1, {"reshard_after_forward": False}, {}),
     "1F1B, resharded": (Schedule1F1B, 1, {"mp_policy": MIXED}, {"debug": True, "reuse_forward": True}),
     "interleaved": (ScheduleInterleaved1F1B, 2, {"reshard_after_forward": False}, {}),
+    "zero bubble": (ScheduleInterleavedZeroBubble, 2, {"reshard_after_forward": False}, {}),
     "interleaved, slots": (ScheduleInterleaved1F1B, 2, {}, {"slots": 3}),
     "interleaved, aside": (ScheduleInterleaved1F1B, 2, {"depth": 3}, {}),
 }
@@ -254,6 +261,24 @@ def killed_in_a_stage(rank: int, world: int) -> str:
     tide.detach(side.model)
     for name, held in introspect.local_shards(side.model).items():
         compare(f"shard of {name}", before[name], held)
+    return str(told.value)
+
+
+def crossed(rank: int, world: int) -> str:
+    """Two models of the same shapes, attached in one order on one rank and in the other on its peer."""
+    both = on([0, 1])
+    if rank > 1:
+        return ""
+    sides = [fresh_on(both, seed) for seed in (1, 2)]
+    for side in sides if rank == 0 else reversed(sides):
+        tide.attach(side.model)
+    before = [local(param).clone() for param in sides[0].model.parameters()]
+    with pytest.raises(PeerError) as told:
+        train(sides[0], rank, range(1))
+    for side in sides:
+        tide.detach(side.model)
+    for held, param in zip(before, sides[0].model.parameters(), strict=True):
+        compare("shard", held, param)
     return str(told.value)
 
 

@@ -69,6 +69,13 @@ def test_different_models_in_a_stage_are_refused() -> None:
         assert "units: 3 on rank 2; 4 on rank 3" in told
 
 
+def test_models_attached_in_different_orders_do_not_train() -> None:
+    """Nothing tells them apart: each rank waits for a peer that is in the other model."""
+    first, second, _ = run_ranks(jobs.crossed, 3, env=SHORT)
+    assert "for FREE from rank 1 (0 of 1 signals here)" in first
+    assert "for FREE from rank 0 (0 of 1 signals here)" in second
+
+
 def test_ranks_that_differ_are_refused() -> None:
     first, second, *_ = run_ranks(jobs.other_ranks, 4, env=SHORT)
     assert "ranks 0–2 could not make a process group within 2 s: ranks 1–2 did not come" in first
