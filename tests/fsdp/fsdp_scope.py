@@ -25,9 +25,11 @@ from torch.distributed.pipelining import (
 )
 
 import tide
+from tide.compiler.compile import Compiled
 from tide.errors import PeerError
 from tide.fsdp import early, introspect
 from tide.fsdp.introspect import torch_version
+from tide.transport import open_transport
 
 MICROBATCHES = 4
 
@@ -211,12 +213,20 @@ def plan_on_a_part(rank: int, world: int, *ranks: int) -> str:
 def overlapping(rank: int, world: int) -> list[str]:
     """Models on ranks 0 and 1, 1 and 2, and on all of them, alike but for their values, in one process at a time.
 
-    Rank 1 makes more process groups than the others: what joins the ranks must not depend on their number.
+    Rank 1 makes more process groups than the others: what joins the ranks must not depend on their number. The first
+    has a transport of the user's own.
     """
     parts = [on([0, 1]), on([1, 2]), on([0, 1, 2])]
+
+    def opened(compiled: Compiled, place: int) -> Any:
+        return open_transport("host", compiled, place, group=parts[0].get_group(), timeout=20)
+
     held = [part for part in parts if rank in part.mesh.tolist()]
     pairs = [tuple(fresh_on(part, seed=number) for _ in range(2)) for number, part in enumerate(held)]
-    attachments = [tide.attach(attached.model) for _, attached in pairs]
+    attachments = [
+        tide.attach(attached.model, transport=opened if part is parts[0] else "auto")
+        for part, (_, attached) in zip(held, pairs, strict=True)
+    ]
     for step in range(3):
         for part, (stock, attached) in zip(held, pairs, strict=True):
             if part.size() == 2:

@@ -70,7 +70,7 @@ def attach(
         ``fully_shard``-ed, it or modules inside of it.
     transport : {"auto", "host", "cuda"} or callable
         What moves the bytes; auto takes the one for the model's device. A callable gets the compiled plan and
-        the rank, and returns an open transport.
+        the rank in it, and returns an open transport; on part of the world, opened with ``group=`` of the ranks.
     strict : bool
         Raise where a group would be left to stock FSDP2, instead of saying so in the log and the report.
     debug : bool

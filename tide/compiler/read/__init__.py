@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tide.compiler.model import Mesh, ModelSpec
 from tide.compiler.read.listing import read_file, read_listing
 from tide.compiler.read.policy import Policy, ShardDim, check_ranks
 from tide.errors import InputError
-from tide.scope import Scope
 from tide.topology import Topology
+
+if TYPE_CHECKING:
+    from tide.scope import Scope
 
 __all__ = ["Policy", "needs_padding", "read", "scope_of"]
 
