@@ -51,9 +51,12 @@ class Scope:
         """
         import torch.distributed as dist
 
-        found, world, own = tuple(sorted(ranks)), dist.get_world_size(), dist.get_rank()
-        if wrong := [rank for rank in found if isinstance(rank, bool) or not 0 <= rank < world]:
-            raise InputError(f"ranks: {wrong[0]!r} is no rank of this job, which has {world}")
+        world, own = dist.get_world_size(), dist.get_rank()
+        ranks = list(ranks)
+        for rank in ranks:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
+                raise InputError(f"ranks: {rank!r} is no rank of this job, which has {world}")
+        found = tuple(sorted(ranks))
         if len(set(found)) != len(found):
             raise InputError(f"ranks: a rank stands there twice: {found}")
         if own not in found:

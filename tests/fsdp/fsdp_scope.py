@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -272,6 +273,37 @@ def killed_in_a_stage(rank: int, world: int) -> str:
     for name, held in introspect.local_shards(side.model).items():
         compare(f"shard of {name}", before[name], held)
     return str(told.value)
+
+
+def killed_in_a_pipeline(rank: int, world: int) -> str:
+    """Rank 3 dies in the middle of a schedule; every other rank gets an error, and has its shards after detach."""
+    grid = mesh((2, 2), ("pp", "dp"))
+    pipeline = Pipeline(Schedule1F1B, grid, 1)
+    (model,), (side,) = pipeline.models, pipeline.sides
+    tide.attach(model)
+    pipeline.step(0, rank)
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+    before = {name: held.clone() for name, held in introspect.local_shards(model).items()}
+    if rank == 3:
+        passes = itertools.count()
+
+        def die(*_: Any) -> None:
+            if next(passes) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        model.layers[1].register_forward_pre_hook(die)
+    with pytest.raises(RuntimeError) as told:  # the schedule's own, of TIDE's or of gloo's
+        pipeline.step(1, rank)
+    if rank < 2:
+        model.reset_iter_state()  # nothing of TIDE's has failed here
+    tide.detach(model)
+    for name, held in introspect.local_shards(model).items():
+        compare(f"shard of {name}", before[name], held)
+    error: BaseException | None = told.value
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__
+    return str(error)
 
 
 def crossed(rank: int, world: int) -> str:

@@ -63,6 +63,13 @@ def test_rank_of_a_stage_dies() -> None:
     assert found[:2] == ["", ""]
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="reset_iter_state came with torch 2.13")
+def test_rank_dies_in_the_middle_of_a_schedule() -> None:
+    found = run_ranks(jobs.killed_in_a_pipeline, 4, may_die=(3,), env={"TIDE_TIMEOUT": "10"})
+    assert found[:2] == ["None", "None"]  # what they wait for is torch's
+    assert "rank 3 (process" in found[2]
+
+
 def test_different_models_in_a_stage_are_refused() -> None:
     found = run_ranks(jobs.other_models, 4)
     for told in found[2:]:
