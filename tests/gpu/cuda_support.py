@@ -86,7 +86,7 @@ class Machine:
     def go(self, most: int) -> int:
         """Runs up to ``most`` operations; returns how many could run."""
         for count in range(most):
-            ready = [key for key, queue in list(self.queues.items()) if queue]
+            ready = [key for key, queue in self.queues.items() if queue]
             self.random.shuffle(ready)
             ready.sort(key=lambda key: key[1] in self.last)
             for key in ready:
