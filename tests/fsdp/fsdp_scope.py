@@ -107,12 +107,11 @@ SCHEDULES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "1F1B, resharded": (Schedule1F1B, 1, {"mp_policy": MIXED}, {"debug": True, "reuse_forward": True}),
     "interleaved": (ScheduleInterleaved1F1B, 2, {"reshard_after_forward": False}, {}),
     "zero bubble": (ScheduleInterleavedZeroBubble, 2, {"reshard_after_forward": False}, {}),
-    "interleaved, slots": (ScheduleInterleaved1F1B, 2, {}, {"slots": 3}),
     "interleaved, aside": (ScheduleInterleaved1F1B, 2, {"depth": 3}, {}),
 }
 
 
-def pipelines(rank: int, world: int, names: tuple[str, ...], steps: int = 3) -> dict[str, list[str]]:
+def pipelines(rank: int, world: int, names: tuple[str, ...], steps: int = 2) -> dict[str, list[str]]:
     """Trains pipelines under stock FSDP2 and attached; the reports of this rank's parts."""
     grid = mesh((2, world // 2), ("pp", "dp"))
     early.LEAST_BYTES = 1
