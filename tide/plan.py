@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from tide.compiler.model import ModelSpec, Parameter, Unit
+    from tide.scope import Scope
     from tide.session import Session
     from tide.transport.simulated import Operation, Result
 
@@ -35,23 +36,35 @@ class Plan:
         The rank that holds it.
     remarks : tuple of str
         What was given up to fit a memory limit.
+    scope : Scope or None
+        Ranks of the running job that hold the model, whose places are the plan's ranks; None of a plan that was not
+        made from a ``fully_shard``-ed model, whose ranks are those of the job.
     """
 
-    __slots__ = ("__weakref__", "_agreed", "_model", "_opened", "_sessions", "compiled", "rank", "remarks")
+    __slots__ = ("__weakref__", "_agreed", "_model", "_opened", "_sessions", "compiled", "rank", "remarks", "scope")
 
     compiled: Compiled
     rank: int
     remarks: tuple[str, ...]
+    scope: Scope | None
     _model: Any
     _sessions: dict[str, Session]
     _opened: dict[str, Any]
     _agreed: dict[str, str]
 
-    def __init__(self, compiled: Compiled, rank: int, model: Any = None, remarks: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        rank: int,
+        model: Any = None,
+        remarks: Sequence[str] = (),
+        scope: Scope | None = None,
+    ) -> None:
         for name, value in (
             ("compiled", compiled),
             ("rank", rank),
             ("remarks", tuple(remarks)),
+            ("scope", scope),
             ("_model", model),
             ("_sessions", {}),
             ("_opened", {}),
@@ -183,6 +196,7 @@ class Plan:
         return (
             f"<tide.Plan {self.spec.source or 'model'}: {len(self.units)} units, {parameters} parameters, "
             f"{_gib(sum(unit.nbytes for unit in self.units))}; {self.topology}, rank {self.rank}; "
+            f"{f'{self.scope}; ' if self.scope and not self.scope.everywhere else ''}"
             f"arena {_gib(self.compiled.arena.size)}; {self.digest[:12]}"
             f"{'; to fit: ' if self.remarks else ''}{'; '.join(self.remarks)}>"
         )
@@ -196,7 +210,7 @@ class Plan:
     def all_gather(
         self, unit: str | None = None, *, shards: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Makes parameters whole, each in its own storage. Collective over all ranks.
+        """Makes parameters whole, each in its own storage. Collective over the plan's ranks.
 
         Parameters
         ----------
@@ -306,12 +320,13 @@ class Plan:
         changed = [name for name, dtype in types.items() if dtype != self._agreed.get(name, known[name].grad_dtype)]
         if not changed or self.topology.world_size == 1:
             return
-        import torch.distributed as dist
-
         from tide.transport.agreement import agree, control_group, resolve_timeout
 
         timeout = resolve_timeout(self._opened.get("timeout"))
-        with control_group(dist.group.WORLD, timeout) as control:
+        group = self._opened.get("group")
+        if group is None and self.scope is not None:
+            group = self.scope.group(timeout)
+        with control_group(group, timeout) as control:
             agree({f"gradient of {name}": types[name] for name in changed}, None, control, timeout, "gradient types")
         self._agreed.update({name: types[name] for name in changed})
 
@@ -324,7 +339,8 @@ class Plan:
             ``"host"`` (processes of one machine, CPU tensors), ``"cuda"`` (GPUs of one node), or ``"auto"``:
             ``"cuda"`` if the model is on a GPU, or without a model if there is one.
         **settings
-            Passed to the transport, such as ``timeout`` in seconds.
+            Passed to the transport, such as ``timeout`` in seconds, or ``group``, the process group of the plan's
+            ranks where they are not all of the job's and the plan does not know them (it was loaded from a file).
         """
         wanted = {"transport": transport, **settings}
         if self._sessions and wanted != self._opened:
@@ -350,6 +366,8 @@ class Plan:
             from tide.transport import open_transport
 
             settings = {"transport": "auto", **self._opened}
+            if self.scope is not None and "group" not in settings:
+                settings |= self.scope.settings()
             transport = settings.pop("transport")
             if transport == "auto":
                 transport = "cuda" if self._on_gpu() else "host"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide.compiler.compile import compile_spec
 from tide.compiler.options import PlanOptions, with_prefetch
-from tide.compiler.read import needs_padding, read
+from tide.compiler.read import needs_padding, read, scope_of
 from tide.compiler.verify import verify
 from tide.errors import InputError
 from tide.plan import Plan
@@ -17,13 +17,17 @@ from tide.plan_file import parse_plan
 from tide.topology import Topology, whole_number
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tide.compiler.model import Mesh, ModelSpec
+    from tide.scope import Scope
 
 
 def compile_plan(
     model: Any,
     *,
     topology: Topology | None = None,
+    ranks: Collection[int] | ProcessGroup | None = None,
     wrap: Any = None,
     policy: Any = None,
     shard_dim: Callable[[str, tuple[int, ...]], int] | None = None,
@@ -45,6 +49,9 @@ def compile_plan(
         mapping; a ``.safetensors`` file or index.
     topology : Topology, optional
         Needed for all but a ``fully_shard``-ed module, where the launcher's environment tells it.
+    ranks : collection of int or ProcessGroup, optional
+        World ranks that hold a ``fully_shard``-ed module, if they are not those that its meshes tell; see
+        :func:`tide.attach`. The plan's ranks are their places in ascending order.
     wrap : optional
         Which submodules are units; see :func:`tide.compiler.read.read`.
     policy : optional
@@ -58,10 +65,11 @@ def compile_plan(
     reshard_after_forward : bool
         For models that are not sharded yet: whether units give their storage up after the forward pass.
     rank : int, optional
-        The rank that holds this plan; the process group's, else ``$RANK``, else 0.
+        The rank of the plan that holds it: by default this process's place among those that hold the model, the
+        process group's rank, else ``$RANK``, else 0.
     options : PlanOptions, optional
         Slots, bundling, chunking, routes. With ``multicast="auto"`` or ``switch_reduce="auto"`` and a process group
-        of the topology's size the call is collective: both are off unless every rank's switch can.
+        of the topology's size the call is collective over its ranks: both are off unless every rank's switch can.
     prefetch : int, optional
         Modules that are gathered ahead of the one in use: another way to say ``options.slots``, which is one more.
     memory_limit : int, optional
@@ -81,6 +89,7 @@ def compile_plan(
     MemoryLimitError
         If nothing fits ``memory_limit``; the message names the smallest limit that would do.
     """
+    scope = scope_of(model, ranks)
     spec = read(
         model,
         topology=topology,
@@ -90,16 +99,17 @@ def compile_plan(
         shard_dim=shard_dim,
         ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
+        scope=scope,
     )
     if topology is None:
-        topology = Topology.discover(_world_size(spec))
+        topology = Topology.discover(_world_size(spec)) if scope is None else scope.topology()
     if options is not None and not isinstance(options, PlanOptions):
         raise InputError(f"options: expected tide.PlanOptions, got {type(options).__name__}")
     options = with_prefetch(options or PlanOptions(), prefetch)
     if needs_padding(model) and not options.padded_storage:
         options = replace(options, padded_storage=True)
-    options = _settled(options, topology)
-    rank = _checked(_current_rank() if rank is None else rank, topology)
+    options = _settled(options, topology, scope)
+    rank = _checked(_current_rank(scope) if rank is None else rank, topology)
     remarks: tuple[str, ...] = ()
     if memory_limit is None:
         compiled = compile_spec(spec, topology, options)
@@ -109,7 +119,7 @@ def compile_plan(
         fitted = fit(spec, topology, options, memory_limit)
         compiled, remarks = fitted.compiled, fitted.remarks
     verify(compiled, full=False)
-    return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None, remarks)
+    return Plan(compiled, rank, model if hasattr(model, "named_parameters") else None, remarks, scope)
 
 
 def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
@@ -131,13 +141,13 @@ def load_plan(source: str | Path, *, rank: int | None = None) -> Plan:
     return Plan(compiled, _checked(written_for if rank is None else rank, compiled.topology))
 
 
-def _settled(options: PlanOptions, topology: Topology) -> PlanOptions:
+def _settled(options: PlanOptions, topology: Topology, scope: Scope | None) -> PlanOptions:
     """Asks the ranks of a running job what their switch can do, where the plan depends on it."""
     if "auto" not in (options.multicast, options.switch_reduce):
         return options
     from tide.transport.switch import settled
 
-    return settled(options, topology)
+    return settled(options, topology, None if scope is None else scope.group())
 
 
 def _checked(rank: Any, topology: Topology) -> int:
@@ -152,8 +162,11 @@ def _world_size(spec: ModelSpec) -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else spec.world_size
 
 
-def _current_rank() -> int:
+def _current_rank(scope: Scope | None) -> int:
     import sys
+
+    if scope is not None:
+        return scope.rank
 
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

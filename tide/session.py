@@ -141,9 +141,9 @@ class Session:
                 f"{from_torch(tensor.dtype)}; compile the plan again"
             )
         if tensor.numel() < known.numels[index]:
-            shape = shard_shape(parameter, len(known.group), known.position)
+            shape, rank = shard_shape(parameter, len(known.group), known.position), self.transport.names[self.rank]
             return InputError(
-                f"{parameter.name}: rank {self.rank} holds {tensor.numel()} elements of its shard, the plan "
+                f"{parameter.name}: rank {rank} holds {tensor.numel()} elements of its shard, the plan "
                 f"expects {known.numels[index]} {shape}; compile the plan again"
             )
         return InputError(f"{parameter.name}: its shard is not contiguous; call .contiguous() on it")

@@ -209,19 +209,21 @@ def spmd_batch(side: Side, step: int, rank: int) -> list[torch.Tensor]:
 
 
 def two_meshes(world: int) -> Any:
+    """Experts on a mesh of their own, cut out of one of the same ranks as the rest's."""
+    return on_two_meshes(mesh((world,), ("dp",)), mesh((2, world // 2), ("ep", "efsdp"))["efsdp"])
+
+
+def on_two_meshes(dense: DeviceMesh, experts: DeviceMesh) -> Any:
     """Experts on a mesh of their own: two groups in a block."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
-    dense = mesh((world,), ("dp",))
-    own = ShardPlacementResult(
-        Shard(0), FSDPMeshInfo(mesh((2, world // 2), ("ep", "efsdp"))["efsdp"], shard_mesh_dim=0)
-    )
+    own = ShardPlacementResult(Shard(0), FSDPMeshInfo(experts, shard_mesh_dim=0))
     rest = ShardPlacementResult(Shard(0), FSDPMeshInfo(dense, shard_mesh_dim=0))
     model = MoE()
 
     def place(layer: Any) -> Any:
-        experts = {id(p) for p in layer.experts.parameters()}
-        return lambda param: own if id(param) in experts else rest
+        expert = {id(p) for p in layer.experts.parameters()}
+        return lambda param: own if id(param) in expert else rest
 
     for layer in model.layers:
         fully_shard(layer, mesh=dense, shard_placement_fn=place(layer))

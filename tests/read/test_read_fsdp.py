@@ -19,6 +19,7 @@ from tide.compiler.model import ModelSpec
 from tide.compiler.read import Policy, read
 from tide.errors import CapabilityError, InputError
 from tide.fsdp import introspect
+from tide.fsdp.scope import scope_of
 from tide.topology import Topology
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -64,14 +65,17 @@ def check_against_fsdp(spec: ModelSpec, model: nn.Module, rank: int) -> None:
     names = introspect.parameter_names(model)
     shards = introspect.local_shards(model)
     params = [param for w in introspect.wrapped_modules(model) for g in w.groups for param in g.fsdp_params]
+    scope = scope_of(model)
+    assert scope.ranks[scope.rank] == rank
     assert {names[id(param)][0] for param in params} == set(by_name) == set(shards)
     assert set(by_name) <= {name for name, _ in model.named_parameters()}
     for param in params:
         unit, parameter = by_name[names[id(param)][0]]
-        found = unit.mesh.locate(rank)
+        found = unit.mesh.locate(scope.rank)
         assert found is not None
         group, position = found
-        assert list(group) == torch.distributed.get_process_group_ranks(param.mesh_info.shard_process_group)
+        ranks = torch.distributed.get_process_group_ranks(param.mesh_info.shard_process_group)
+        assert [scope.ranks[place] for place in group] == ranks
         assert position == param.mesh_info.shard_mesh_rank
         chunk = -(-parameter.shape[parameter.dim] // unit.mesh.size)
         rows = min(max(parameter.shape[parameter.dim] - position * chunk, 0), chunk)
@@ -260,7 +264,7 @@ def test_mesh_made_by_hand_knows_its_own_group(fake_world: Callable) -> None:
         model = fully_shard(nn.Linear(6, 6), mesh=DeviceMesh("cpu", [4, 5, 6, 7]))
         spec = read(model)
         check_against_fsdp(spec, model, rank=6)
-    assert spec.units[0].mesh.groups == ((4, 5, 6, 7),)
+    assert spec.units[0].mesh.groups == ((0, 1, 2, 3),)  # the plan is of ranks 4 to 7 only
 
 
 def test_mesh_in_another_order_of_ranks(fake_world: Callable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,14 @@ from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError, InputError, TideError
 from tide.fsdp import early, introspect, recovery, seam, versions
-from tide.fsdp.configuration import fingerprint, slots_for, why_not
+from tide.fsdp.configuration import agree_on, fingerprint, slots_for, why_not
+from tide.fsdp.scope import scope_of
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
+from tide.scope import Scope
 from tide.session import Session
 from tide.topology import Topology
 from tide.transport import open_transport
-from tide.transport.agreement import agree, control_group, resolve_timeout
 from tide.transport.base import Transport
 from tide.transport.switch import settled
 
@@ -50,11 +51,18 @@ def attach(
     prefetch: int | None = None,
     topology: Topology | None = None,
     options: PlanOptions | None = None,
+    ranks: Collection[int] | dist.ProcessGroup | None = None,
 ) -> Attachment:
-    """Lets FSDP2 train ``model`` on TIDE's collectives. Collective over all ranks.
+    """Lets FSDP2 train ``model`` on TIDE's collectives. Collective over the ranks that hold it, and no others.
 
     Call it at any time after ``fully_shard``, between steps; nothing else in the training loop changes.
     Parameters, optimizer state, ``state_dict`` and checkpoints stay as they are.
+
+    The ranks are those with which this one shares a mesh of the model's, directly or through others (shard groups,
+    HSDP's replicas, tensor-parallel meshes): the whole world or, as with a pipeline's stage, a part of it. A process
+    may have several attachments at a time. Attaching, detaching, and the first step after the model was configured
+    differently are collective, and nothing tells a model from another of the same shapes: two ranks must do them in
+    the same order for all models that both hold.
 
     Parameters
     ----------
@@ -62,7 +70,7 @@ def attach(
         ``fully_shard``-ed, it or modules inside of it.
     transport : {"auto", "host", "cuda"} or callable
         What moves the bytes; auto takes the one for the model's device. A callable gets the compiled plan and
-        the rank, and returns an open transport.
+        the rank in it, and returns an open transport; on part of the world, opened with ``group=`` of the ranks.
     strict : bool
         Raise where a group would be left to stock FSDP2, instead of saying so in the log and the report.
     debug : bool
@@ -88,6 +96,9 @@ def attach(
         Where the ranks are; by default as the launcher says.
     options : PlanOptions, optional
         Other choices of the plan; its ``slots`` counts where the argument is left out.
+    ranks : collection of int or ProcessGroup, optional
+        World ranks that hold the model, the same on each of them, where its meshes do not tell. Every shard group
+        must lie among them, or none of it.
 
     Raises
     ------
@@ -95,7 +106,7 @@ def attach(
         If nothing of the model is sharded, it is attached already, a step is under way, or, with ``strict``, a
         group has to run stock.
     InputError
-        If options contradict each other.
+        If options contradict each other, or the meshes do not tell which ranks hold the model.
     CapabilityError
         If this torch or this machine lacks what is needed. The model is as it was then.
     PeerError
@@ -128,18 +139,19 @@ def attach(
                 f"{introspect.class_name(model)}: a forward or backward pass is under way; attach between steps "
                 "(after an exception in a step, reset_iter_state() of torch 2.13 and later ends it)"
             )
-    return Attachment(model, transport, strict, debug, reuse_forward, early_reduce, topology, options)
+    scope = scope_of(model, ranks)
+    return Attachment(model, transport, strict, debug, reuse_forward, early_reduce, topology, options, scope)
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Gives ``model`` back to stock FSDP2. Collective over all ranks; does nothing if it is not attached.
+    """Gives ``model`` back to stock FSDP2. Collective over the ranks that hold it; does nothing if it is not attached.
 
     After an error of TIDE's (`TideError`) each rank can call it alone, in the middle of the step too. The step is
     given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
     Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
     others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
-    again. With HSDP a failure within one replica does not reach the others, which wait in FSDP2's own all-reduce until
-    the timeout of its process group.
+    again. A failure within one replica of HSDP, or one stage of a pipeline, does not reach the others, which wait in
+    torch's own collectives until the timeout of their process groups.
 
     Raises
     ------
@@ -159,6 +171,8 @@ class Attachment:
     ----------
     compiled : Compiled or None
         The plan in use; None if every group runs stock.
+    scope : Scope
+        The ranks that hold the model.
     slots : int
         Modules that may be whole one after the other.
     strict, debug, reuse_forward, early_reduce : bool
@@ -175,15 +189,16 @@ class Attachment:
         early_reduce: bool,
         topology: Topology | None,
         options: PlanOptions,
+        scope: Scope,
     ) -> None:
-        self.strict, self.debug = strict, debug
+        self.strict, self.debug, self.scope = strict, debug, scope
         self.reuse_forward, self.early_reduce = reuse_forward, early_reduce
         self.slots = options.slots or 0
         self.compiled: Compiled | None = None
         self._model = model
         self._transport, self._fixed_slots = transport, options.slots
-        self._topology = topology
-        self._options = settled(options, topology or Topology.discover(dist.get_world_size()))
+        self._topology = scope.topology(topology)
+        self._options = settled(options, self._topology, scope.group())
         self._sticky = Sticky()
         self._readings: list[Reading] = []
         self._units: dict[str, AttachedUnit] = {}
@@ -214,7 +229,7 @@ class Attachment:
     @property
     def plan(self) -> Plan | None:
         """The plan in use, to report, draw and prove; None if every group runs stock."""
-        return None if self.compiled is None else Plan(self.compiled, dist.get_rank(), self._model)
+        return None if self.compiled is None else Plan(self.compiled, self.scope.rank, self._model, (), self.scope)
 
     def unit(self, name: str) -> AttachedUnit:
         """The attached group of that name."""
@@ -259,7 +274,8 @@ class Attachment:
     def report(self) -> str:
         """What runs on TIDE, what runs stock and why, and what has been done so far."""
         served = [reading for reading in self._readings if reading.name in self._units]
-        lines = [f"{introspect.class_name(self._model)}: {len(served)} of {len(self._readings)} groups on TIDE"]
+        where = "" if self.scope.everywhere else f", {self.scope}"
+        lines = [f"{introspect.class_name(self._model)}: {len(served)} of {len(self._readings)} groups on TIDE{where}"]
         if self._session is not None and self.compiled is not None:
             arena = self.compiled.arena
             lines[0] += (
@@ -288,7 +304,7 @@ class Attachment:
         """Logs a message the first time it comes, on one rank, as all come to the same."""
         if message not in self._said:
             self._said.add(message)
-            if dist.get_rank() == 0:
+            if self.scope.rank == 0:
                 logger.warning(message)
 
     def failed(self, error: TideError) -> None:
@@ -315,7 +331,7 @@ class Attachment:
 
     def _bind(self) -> None:
         """Reads the model, compiles, opens the transport and lays the parameters on its storage."""
-        readings = read_groups(self._model, self._sticky, why_not)
+        readings = read_groups(self._model, self.scope, self._sticky, why_not)
         if left := [reading for reading in readings if reading.reason is not None]:
             first = f"{left[0].name or 'root'!r}, since: {left[0].reason}"
             if self.strict:
@@ -332,7 +348,7 @@ class Attachment:
             if compiled is not None:
                 self._open(compiled, units)
         else:
-            self._agree_on(readings)
+            agree_on(readings, self.scope)
         self._readings, self._fingerprint = readings, fingerprint(readings)
 
     def _compile(self, readings: list[Reading]) -> Compiled | None:
@@ -347,31 +363,19 @@ class Attachment:
         apart = tuple(sorted(pair for pair in self._sticky.apart if names.issuperset(pair)))
         source = f"fully_shard-ed {introspect.class_name(self._model)}"
         spec = ModelSpec(units, source=source, skipped=skipped, apart=apart)
-        compiled = compile_spec(spec, self._topology or Topology.discover(dist.get_world_size()), options)
+        compiled = compile_spec(spec, self._topology, options)
         verify(compiled, full=False)
         return compiled
 
-    def _agree_on(self, readings: list[Reading]) -> None:
-        """Has all ranks come here where the model has changed and its plan has not: opening one would compare them.
-
-        A rank that is alone with a change, such as a frozen unit, would reduce other units than its peers from then on.
-        """
-        timeout, rows = resolve_timeout(), zip(readings, fingerprint(readings), strict=True)
-        same = {f"configuration of {reading.name or 'root'!r}": str(row) for reading, row in rows}
-        with control_group(dist.group.WORLD, timeout) as control:
-            agree(same, None, control, timeout, "configurations of the model")
-
     def _open(self, compiled: Compiled, units: dict[str, AttachedUnit]) -> None:
         device = next(iter(units.values())).group.device
-        rank = dist.get_rank()
         if callable(self._transport):
-            transport = self._transport(compiled, rank)
+            transport = self._transport(compiled, self.scope.rank)
         else:
             name = {"cpu": "host"}.get(device.type, device.type) if self._transport == "auto" else self._transport
-            transport = open_transport(name, compiled, rank)
+            transport = open_transport(name, compiled, self.scope.rank, **self.scope.settings())
         self.compiled, self._session = compiled, Session(compiled, transport, poison=self.debug)
-        self._units = units
-        self.bindings += 1
+        self._units, self.bindings = units, self.bindings + 1
         try:
             for unit in self._units.values():
                 unit.reshard()
@@ -391,7 +395,7 @@ class Attachment:
         if devices - {"cpu"} and session.transport.failure is None:  # else it stays mapped, and not all would come
             # Peers' copies from this rank's memory are on their devices' streams, of which this one knows nothing.
             torch.accelerator.synchronize()
-            dist.barrier()
+            self.scope.barrier()
         session.close()
 
     def _count_optimizer_steps(self) -> None:

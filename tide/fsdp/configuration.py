@@ -7,6 +7,8 @@ from typing import Any
 
 from tide.compiler.read.fsdp import Reading
 from tide.fsdp import introspect, versions
+from tide.scope import Scope
+from tide.transport.agreement import agree, control_group, resolve_timeout
 
 #: Slots at least: one unit is computed with while the next is gathered.
 FEWEST_SLOTS = 2
@@ -49,3 +51,14 @@ def fingerprint(readings: Sequence[Reading]) -> tuple[object, ...]:
             )
         )
     return tuple(rows)
+
+
+def agree_on(readings: Sequence[Reading], scope: Scope) -> None:
+    """Has all ranks come here where the model has changed and its plan has not: opening one would compare them.
+
+    A rank that is alone with a change, such as a frozen unit, would reduce other units than its peers from then on.
+    """
+    timeout, rows = resolve_timeout(), zip(readings, fingerprint(readings), strict=True)
+    same = {f"configuration of {reading.name or 'root'!r}": str(row) for reading, row in rows}
+    with control_group(scope.group(timeout), timeout) as control:
+        agree(same, None, control, timeout, "configurations of the model")

@@ -152,7 +152,7 @@ def settle(attachment: Attachment, units: Sequence[AttachedUnit]) -> None:
     if not learned:
         return
     timeout = resolve_timeout()
-    with control_group(dist.group.WORLD, timeout) as control:
+    with control_group(attachment.scope.group(timeout), timeout) as control:
         answers = exchange(learned, control, timeout, "early parts")
     for unit in units:
         if unit.early is None or unit.name not in learned:
@@ -358,7 +358,7 @@ class EarlyReduction:
         return None
 
     def give_up(self, part: Part | None, reason: str) -> None:
-        """Does without an early part from now on. Collective over all ranks, which must come to the same.
+        """Does without an early part from now on. Collective over the model's ranks, which must come to the same.
 
         Raises
         ------
@@ -370,7 +370,7 @@ class EarlyReduction:
             self._discard(part)
         timeout = resolve_timeout()
         try:
-            with control_group(dist.group.WORLD, timeout) as control:
+            with control_group(unit.attachment.scope.group(timeout), timeout) as control:
                 exchange(reason, control, timeout, "early parts")
         except PeerError as error:
             message = (

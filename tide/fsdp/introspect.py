@@ -195,8 +195,7 @@ def shard_groups(group: Any) -> tuple[tuple[int, ...], ...]:
     tensor parallelism cut a parameter unevenly, since their shapes differ from this rank's.
     """
     mesh, axis, alike = mesh_key(group)
-    layout = getattr(mesh, "_layout", None)
-    every = layout.remap_to_tensor(mesh._rank_map) if alike and layout is not None else mesh.mesh.unsqueeze(0)
+    every = _siblings(mesh) if alike else mesh.mesh.unsqueeze(0)
     rows = every.movedim(1 + axis, -1).reshape(-1, mesh.size(axis)).tolist()
     # a rank's shard is its place in the process group, which is by rank even if the mesh is not
     own = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
@@ -205,9 +204,32 @@ def shard_groups(group: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(row) for row in rows))
 
 
+def meshes(group: Any) -> tuple[Any, ...]:
+    """Device meshes over which the group is spread: FSDP2's own, and the tensor-parallel ones of its parameters."""
+    specs = (_tensor_parallel(param) for param in group.fsdp_params)
+    return (group.mesh_info.mesh, *(spec.mesh for spec in specs if spec is not None))
+
+
+def mesh_rows(mesh: Any) -> tuple[tuple[int, ...], ...]:
+    """World ranks of the mesh and, where it was cut out of a larger one, those of its siblings, one row each."""
+    return tuple(map(tuple, _siblings(mesh).flatten(1).tolist()))
+
+
+def _siblings(mesh: Any) -> torch.Tensor:
+    """Ranks of the mesh and of its siblings, one more dimension in front."""
+    layout = getattr(mesh, "_layout", None)
+    found: torch.Tensor = mesh.mesh.unsqueeze(0) if layout is None else layout.remap_to_tensor(mesh._rank_map)
+    return found
+
+
+def _tensor_parallel(param: Any) -> Any:
+    """How tensor parallelism has spread a parameter, as a ``DTensorSpec``; None if it has not."""
+    return getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
+
+
 def _alike_across_tp(param: Any) -> bool:
     """Whether every tensor-parallel rank holds a local tensor of the same shape."""
-    spec = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
+    spec = _tensor_parallel(param)
     if spec is None or spec.tensor_meta is None:
         return True
     extents = list(spec.tensor_meta.shape)

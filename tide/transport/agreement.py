@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tide.compiler.compile import FORMAT, Compiled
 from tide.errors import InputError, PeerError
@@ -102,21 +103,68 @@ _made: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
 @contextmanager
 def control_group(group: ProcessGroup | None, timeout: float) -> Iterator[ProcessGroup | None]:
     """A gloo group with the ranks of ``group``: itself if it is gloo, otherwise one made at the first need."""
-    if dist.get_backend(group) == "gloo":
-        yield group
-        return
+    yield group if dist.get_backend(group) == "gloo" else gloo_group(world_ranks(group), timeout)
+
+
+def world_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    """World rank of each place in a group; of the default group if None."""
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def gloo_group(ranks: tuple[int, ...], timeout: float) -> ProcessGroup:
+    """The gloo group of these ranks, made at the first need: only they call this.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        World ranks, this one among them, in the same order on each.
+    timeout : float
+        Seconds to wait for the others.
+
+    Raises
+    ------
+    PeerError
+        If one of them does not come within the deadline.
+    """
     default = dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else default))
     known = _made.get(ranks)
     if known is None or known[0] is not default:
-        made = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        known = _made[ranks] = default, _new_group(ranks, timeout)
+    return known[1]
+
+
+def _new_group(ranks: tuple[int, ...], timeout: float) -> ProcessGroup:
+    deadline = timedelta(seconds=timeout)
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(list(ranks), timeout=deadline, backend="gloo")
+    store = c10d._get_default_store()
+    store.set(f"tide/with/{dist.get_rank()}", ranks_text(ranks))
+    # A group that a rank has waited for in vain leaves its address in the store, and cannot be made again.
+    if missing := meet(ranks, timeout, "process group"):
+        raise PeerError(
+            f"{ranks_text(ranks)} could not make a process group within {timeout:g} s: {ranks_text(missing)} did not "
+            f"come{_elsewhere(store, ranks, missing)} (all of them must do the same, and no other ranks; a slow one "
+            f"may need a larger {TIMEOUT_VARIABLE})"
         )
-        known = _made[ranks] = default, made
-    yield known[1]
+    # Not `new_group(use_local_synchronization=True)`: it names the group by how many groups the process has, which
+    # need not be the same for ranks that are in different models too.
+    name: Any = f"tide/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    place, backend = ranks.index(dist.get_rank()), c10d.Backend("gloo")
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), place, list(ranks), backend, store, name, timeout=deadline, group_desc="tide"
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return made
+
+
+def _elsewhere(store: dist.Store, ranks: Sequence[int], missing: Sequence[int]) -> str:
+    """With which ranks those that did not come have wanted a group last, if it is known and with others."""
+    keys = {rank: f"tide/with/{rank}" for rank in missing}
+    told = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+    others = {rank: text for rank, text in told.items() if text != ranks_text(ranks)}
+    apart = [f"rank {rank} has last wanted one of {text}" for rank, text in others.items()]
+    return f"; {', '.join(apart[:2])}" if apart else ""
 
 
 def exchange(value: _T, group: ProcessGroup | None, timeout: float, what: str) -> list[_T]:
@@ -142,7 +190,7 @@ def exchange(value: _T, group: ProcessGroup | None, timeout: float, what: str) -
     cause: RuntimeError | None = None
     try:
         # all_gather_object knows no deadline but the group's, which is half an hour by default.
-        if missing := meet(group, timeout, what):
+        if missing := meet(world_ranks(group), timeout, what):
             told = f"{ranks_text(missing)} did not come"
         else:
             dist.all_gather_object(out, value, group=group)
@@ -167,16 +215,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
-def differences(facts: Sequence[Mapping[str, object]]) -> list[str]:
-    """One line for each name whose value is not the same on all ranks."""
+def differences(facts: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> list[str]:
+    """One line for each name whose value is not the same on all ranks; they are called by ``ranks`` if given."""
+    ranks = range(len(facts)) if ranks is None else ranks
     lines = []
     names = {name: None for mapping in facts for name in mapping}  # a set that keeps the order
     for name in names:
         holders: dict[str, list[int]] = {}
-        for rank, mapping in enumerate(facts):
+        for rank, mapping in zip(ranks, facts, strict=True):
             holders.setdefault(str(mapping[name]) if name in mapping else "absent", []).append(rank)
         if len(holders) > 1:
-            told = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+            told = "; ".join(f"{value} on {ranks_text(those)}" for value, those in holders.items())
             lines.append(f"{name}: {told}")
     return lines
 
@@ -226,7 +275,7 @@ def agree(
         On every rank, if anything differs; the message says what, and on which ranks.
     """
     answers = exchange((dict(same), own), group, timeout, what)
-    if lines := differences([facts for facts, _ in answers]):
+    if lines := differences([facts for facts, _ in answers], world_ranks(group)):
         more = len(lines) - MOST_DIFFERENCES
         shown = lines[:MOST_DIFFERENCES] + ([f"… and {more} more"] if more > 0 else [])
         raise PeerError(
@@ -250,14 +299,14 @@ def settle(failure: str | None, group: ProcessGroup | None, timeout: float, kind
         Error to raise.
     """
     answers = exchange(failure, group, timeout, "state after set-up")
-    raise_failures(answers, kind)
+    raise_failures(answers, world_ranks(group), kind)
 
 
-def raise_failures(answers: Sequence[str | None], kind: type[Exception]) -> None:
-    """Raises ``kind`` if any rank told of a failure; the message has each with its ranks."""
+def raise_failures(answers: Sequence[str | None], ranks: Sequence[int], kind: type[Exception]) -> None:
+    """Raises ``kind`` if any of the ranks told of a failure; the message has each with its ranks."""
     holders: dict[str, list[int]] = {}
-    for rank, failure in enumerate(answers):
+    for rank, failure in zip(ranks, answers, strict=True):
         if failure is not None:
             holders.setdefault(failure, []).append(rank)
     if holders:
-        raise kind("; ".join(f"{ranks_text(ranks)}: {failure}" for failure, ranks in holders.items()))
+        raise kind("; ".join(f"{ranks_text(those)}: {failure}" for failure, those in holders.items()))

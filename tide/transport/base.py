@@ -64,15 +64,18 @@ class Transport(ABC):
     compiled : Compiled
         The plan; all ranks must hold the same one.
     rank : int
-        This rank.
+        This rank of the plan.
+    names : sequence of int, optional
+        World rank of each of the plan's ranks, for messages; the same numbers by default.
     """
 
     #: Short name for reports.
     name: str = "?"
 
-    def __init__(self, compiled: Compiled, rank: int) -> None:
+    def __init__(self, compiled: Compiled, rank: int, names: Sequence[int] | None = None) -> None:
         self.compiled = compiled
         self.rank = rank
+        self.names: Sequence[int] = range(compiled.topology.world_size) if names is None else names
         self._storages: dict[tuple[str, int], torch.Tensor] = {}
         #: Programs to keep prepared: some of each unit for all of its parameters, and those of subsets.
         self.most_prepared = 4 * len(compiled.spec.units) + SUBSETS

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from collections.abc import Sequence
 
 #: Seconds between two looks at the store: at first, and at most.
 PAUSES = 2e-4, 0.05
@@ -27,13 +27,13 @@ PAUSES = 2e-4, 0.05
 _ALL, _LATE = b"all", b"late"
 
 
-def meet(group: ProcessGroup | None, timeout: float, what: str) -> list[int]:
-    """Waits until all ranks of the group have come here, or the deadline of one of them has passed.
+def meet(ranks: Sequence[int], timeout: float, what: str) -> list[int]:
+    """Waits until all of the ranks have come here, or the deadline of one of them has passed.
 
     Parameters
     ----------
-    group : ProcessGroup or None
-        The ranks; the default group if None.
+    ranks : sequence of int
+        World ranks, this one among them, in the same order on each. There need not be a process group of them.
     timeout : float
         Seconds to wait.
     what : str
@@ -42,15 +42,15 @@ def meet(group: ProcessGroup | None, timeout: float, what: str) -> list[int]:
     Returns
     -------
     list of int
-        Places in the group of the ranks that did not come: empty when all are here.
+        World ranks that did not come: empty when all are here.
 
     Raises
     ------
     RuntimeError
         If the store cannot be reached any more, as its process has ended.
     """
-    store, own = _get_default_store(), dist.get_rank(group)
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    store, ranks = _get_default_store(), tuple(ranks)
+    own = ranks.index(dist.get_rank())
     topic = f"tide/{hashlib.sha256(repr((what, ranks)).encode()).hexdigest()[:16]}"
     # Kept in the store too: a process that takes the place of another goes on where that one was.
     own_next = f"{topic}/next/{own}"
@@ -70,7 +70,8 @@ def meet(group: ProcessGroup | None, timeout: float, what: str) -> list[int]:
         pause = min(2 * pause, longest)
     store.set(own_next, str(number + 1))
     if verdict == _LATE:
-        return [place for place in range(len(ranks)) if not store.check([f"{meeting}/{place}"])] or [own]
+        late = [rank for place, rank in enumerate(ranks) if not store.check([f"{meeting}/{place}"])]
+        return late or [ranks[own]]
     if number:  # nobody looks at the last one any more, as all have come to this
         names = [str(own)] + (["count", "verdict"] if own == 0 else [])
         for name in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tide.compiler.model import Mesh, ModelSpec
 from tide.compiler.read.listing import read_file, read_listing
@@ -16,7 +16,10 @@ from tide.compiler.read.policy import Policy, ShardDim, check_ranks
 from tide.errors import InputError
 from tide.topology import Topology
 
-__all__ = ["Policy", "needs_padding", "read"]
+if TYPE_CHECKING:
+    from tide.scope import Scope
+
+__all__ = ["Policy", "needs_padding", "read", "scope_of"]
 
 
 def read(
@@ -29,6 +32,7 @@ def read(
     shard_dim: ShardDim | None = None,
     ignored_params: Collection[Any] = (),
     reshard_after_forward: bool = True,
+    scope: Scope | None = None,
 ) -> ModelSpec:
     """Parameters, units and shard groups of a model.
 
@@ -53,6 +57,8 @@ def read(
         Left out of the plan.
     reshard_after_forward : bool
         Whether units give up their storage after the forward pass.
+    scope : Scope, optional
+        Of a module that FSDP2 has sharded: the ranks that hold it, see :func:`scope_of`.
 
     Raises
     ------
@@ -70,13 +76,13 @@ def read(
         "ignored_params": ignored_params,
         "reshard_after_forward": reshard_after_forward,
     }
-    spec = _dispatch(model, topology, options)
+    spec = _dispatch(model, topology, options, scope)
     if topology is not None:
         check_ranks(spec, topology)
     return spec
 
 
-def _dispatch(model: Any, topology: Topology | None, options: dict[str, Any]) -> ModelSpec:
+def _dispatch(model: Any, topology: Topology | None, options: dict[str, Any], scope: Scope | None) -> ModelSpec:
     if isinstance(model, ModelSpec):
         _refuse(options, "a ModelSpec")
         return model
@@ -91,7 +97,7 @@ def _dispatch(model: Any, topology: Topology | None, options: dict[str, Any]) ->
             from tide.compiler.read.fsdp import read_fsdp
 
             _refuse(options, "a fully_shard-ed module")
-            return read_fsdp(model, topology=topology)
+            return read_fsdp(model, topology=topology, scope=scope)
         from tide.compiler.read.module import read_module
 
         return read_module(model, topology=topology, **options)
@@ -99,6 +105,26 @@ def _dispatch(model: Any, topology: Topology | None, options: dict[str, Any]) ->
         f"cannot read a model from a {type(model).__name__}; pass a torch module, a mapping of names to "
         "(shape, dtype), or the path of a .json or .safetensors file"
     )
+
+
+def scope_of(model: Any, ranks: Any = None) -> Scope | None:
+    """The ranks that hold a module that FSDP2 has sharded, in a running job; None of anything else.
+
+    Raises
+    ------
+    InputError
+        If ``ranks`` are given for anything else, or cannot be; see :func:`tide.fsdp.scope.scope_of`.
+    """
+    torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+    if torch is None or not isinstance(model, torch.nn.Module) or not _is_sharded(model):
+        if ranks is not None:
+            raise InputError("ranks: only a fully_shard-ed module is on ranks of a job; leave it out, or pass mesh=")
+        return None
+    if dist is None or not dist.is_initialized():
+        return None
+    from tide.fsdp import scope
+
+    return scope.scope_of(model, ranks)
 
 
 def _is_sharded(model: Any) -> bool:

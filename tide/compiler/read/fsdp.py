@@ -18,6 +18,7 @@ from tide.topology import Topology
 
 if TYPE_CHECKING:
     from tide.fsdp.introspect import Wrapped
+    from tide.scope import Scope
 
 _UNMANAGED = "in no FSDP2 group, so whole on every rank: it is in ignored_params or outside every fully_shard-ed module"
 
@@ -71,7 +72,7 @@ class Sticky:
 
 
 def read_groups(
-    model: Any, sticky: Sticky | None = None, refuse: Callable[[Any], str | None] | None = None
+    model: Any, scope: Scope, sticky: Sticky | None = None, refuse: Callable[[Any], str | None] | None = None
 ) -> list[Reading]:
     """Every parameter group of the model, with its unit or the reason against one.
 
@@ -86,6 +87,8 @@ def read_groups(
     ----------
     model : Module
         ``fully_shard``-ed, it or modules inside of it; before or after the first forward.
+    scope : Scope
+        The ranks that hold it.
     sticky : Sticky, optional
         What was seen before; updated.
     refuse : callable, optional
@@ -112,7 +115,7 @@ def read_groups(
                 try:
                     key = introspect.mesh_key(group)
                     if key not in meshes:  # shared by all units on it: a mesh may have thousands of ranks
-                        meshes[key] = Mesh(introspect.shard_groups(group))
+                        meshes[key] = Mesh(scope.places(introspect.shard_groups(group), label(name)))
                     unit = Unit(
                         name=name,
                         parameters=tuple(_parameter(names_of[id(p)], p, sticky) for p in group.fsdp_params),
@@ -132,7 +135,7 @@ def read_groups(
     return [replace(reading, unit=units.get(reading.name)) for reading in readings]
 
 
-def read_fsdp(model: Any, *, topology: Topology | None = None) -> ModelSpec:
+def read_fsdp(model: Any, *, topology: Topology | None = None, scope: Scope | None = None) -> ModelSpec:
     """Model as FSDP2 shards it; see `read_groups`.
 
     Parameters
@@ -140,18 +143,23 @@ def read_fsdp(model: Any, *, topology: Topology | None = None) -> ModelSpec:
     model : torch.nn.Module
         ``fully_shard`` was called on it or on modules inside of it; before or after the first forward.
     topology : Topology, optional
-        Checked against the process group.
+        Checked against the ranks that hold the model.
+    scope : Scope, optional
+        Those ranks; found by default, see `tide.fsdp.scope`.
 
     Raises
     ------
     InputError
-        If a parameter is tied across groups, or topology and process group disagree.
+        If a parameter is tied across groups, or topology and ranks disagree.
     """
     from tide.fsdp import introspect
+    from tide.fsdp.scope import scope_of
 
     source = f"fully_shard-ed {introspect.class_name(model)}"
-    _check_world(topology, source)
-    readings = read_groups(model)
+    _check_initialized(source)
+    scope = scope or scope_of(model)
+    scope.check(topology)
+    readings = read_groups(model, scope)
     _check_ties(readings)
     seen = {name for names in introspect.parameter_names(model).values() for name in names}
     skipped = [(name, r.reason) for r in readings if r.reason is not None for name in r.parameters]
@@ -222,13 +230,8 @@ def _check_ties(readings: list[Reading]) -> None:
             ties[key] = name, reading.name
 
 
-def _check_world(topology: Topology | None, source: str) -> None:
+def _check_initialized(source: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
         raise InputError(f"{source}: its process group is gone; read the model before destroy_process_group()")
-    if topology is not None and topology.world_size != dist.get_world_size():
-        raise InputError(
-            f"topology of {topology} has {topology.world_size} ranks, but the process group has "
-            f"{dist.get_world_size()}; leave topology out, or pass one of {dist.get_world_size()} ranks"
-        )

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tide.errors import CapabilityError, TideError
 from tide.nccl_library import remedy
-from tide.transport.agreement import agree, exchange, ranks_text
+from tide.transport.agreement import agree, exchange, ranks_text, world_ranks
 from tide.transport.cuda import nccl
 from tide.transport.cuda.window import Window, WireNeeds
 
@@ -206,7 +206,7 @@ def _attempt(
 ) -> tuple[Arena | None, str | None]:
     """The provider's arena, if every rank gets one; else the ranks' reasons."""
     probe, opened = provider
-    reason = _first(exchange(_tried(probe), control, timeout, f"answer of arena provider {name}"))
+    reason = _first(_tried(probe), control, timeout, f"answer of arena provider {name}")
     if reason is not None:
         return None, reason
     arena: Arena | None = None
@@ -217,7 +217,7 @@ def _attempt(
         arena.seconds = time.perf_counter() - begin
     except (TideError, RuntimeError, OSError) as error:
         failure = str(error) if isinstance(error, CapabilityError) else f"{type(error).__name__}: {error}"
-    reason = _first(exchange(failure, control, timeout, f"state of arena provider {name}"))
+    reason = _first(failure, control, timeout, f"state of arena provider {name}")
     if reason is not None and arena is not None:
         arena.close()
     return (arena, None) if reason is None else (None, reason)
@@ -235,10 +235,11 @@ def _tried(probe: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _first(answers: Sequence[str | None]) -> str | None:
-    """The reasons in one line, with the ranks unless it is one of all; None if all are well."""
+def _first(own: str | None, control: ProcessGroup | None, timeout: float, what: str) -> str | None:
+    """The reasons of all ranks in one line, with the ranks unless it is one of all; None if all are well."""
     holders: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
+    answers = exchange(own, control, timeout, what)
+    for rank, answer in zip(world_ranks(control), answers, strict=True):
         if answer is not None:
             holders.setdefault(answer, []).append(rank)
     if not holders:
@@ -314,7 +315,7 @@ def _open_nccl(
     def stage(what: str, work: Callable[[], Any]) -> Any:
         result, failure = _within(timeout, device, what, work)
         # A rank that has waited for NCCL in vain comes late.
-        if reason := _first(exchange(failure, control, 2 * timeout, f"state of NCCL's {what}")):
+        if reason := _first(failure, control, 2 * timeout, f"state of NCCL's {what}"):
             raise CapabilityError(reason)
         return result
 

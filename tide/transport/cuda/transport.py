@@ -24,6 +24,7 @@ from tide.transport.agreement import (
     resolve_group,
     resolve_timeout,
     settle,
+    world_ranks,
 )
 from tide.transport.base import Binding, Transport
 from tide.transport.cuda.arena import Arena, open_arena, tensor_at
@@ -207,6 +208,7 @@ class CudaTransport(Transport):
                 stream = torch.cuda.current_stream(device)
                 driver.check(driver.fill(start, 0, size - compiled.arena.zeroed, stream.cuda_stream), "zero signals")
                 transport = cls(compiled, rank, arena, driver, device, settings, timeout)
+                transport.names = world_ranks(group)
                 stream.synchronize()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"

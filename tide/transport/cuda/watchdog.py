@@ -142,7 +142,7 @@ class Watchdog:
                 self._expire(ticket, f"has not finished {self.timeout:g} s after it could start")
                 return
             if waited >= ASK_PEERS and (gone := self._gave_up()):
-                told = [f"rank {rank}{self._where(state)}" for rank, state in gone.items()]
+                told = [f"rank {transport.names[rank]}{self._where(state)}" for rank, state in gone.items()]
                 self._expire(ticket, f"was given up by {' and '.join(told)}")
                 return
 
@@ -207,16 +207,16 @@ class Watchdog:
 
     def _judge(self, ranks: Collection[int], own: int) -> str:
         """Why ranks that are waited for do not answer, as far as can be known."""
-        told, found = self._ask(ranks), list[str]()
+        told, found, names = self._ask(ranks), list[str](), self._transport.names
         if others := {rank: told[rank] for rank in ranks if told.get(rank, own) not in (own, _GONE)}:
-            waits = " and ".join(f"rank {rank} waits{self._where(number)}" for rank, number in others.items())
+            waits = " and ".join(f"rank {names[rank]} waits{self._where(number)}" for rank, number in others.items())
             found.append(
                 f"{waits}: it is alive, so the ranks have most likely issued different collectives, unless it waits "
                 "for a third rank, which its own message names. Every rank must run the same modules in the same order"
             )
-        if same := [f"rank {rank}" for rank in ranks if told.get(rank) == own != _GONE]:
+        if same := [f"rank {names[rank]}" for rank in ranks if told.get(rank) == own != _GONE]:
             found.append(f"{' and '.join(same)} waits in this collective, too")
-        if silent := [f"rank {rank}" for rank in ranks if told.get(rank, _GONE) == _GONE]:
+        if silent := [f"rank {names[rank]}" for rank in ranks if told.get(rank, _GONE) == _GONE]:
             found.append(
                 f"{' and '.join(silent)} has died, is stuck before this collective, or calls another one; look at its "
                 "output"
@@ -230,7 +230,7 @@ class Watchdog:
         self._told = self._number(ticket)
         self.tell_peers()
         words = self._read_signals(ticket.unit)
-        message = f"rank {transport.rank}: {ticket.collective} of unit {ticket.unit!r} {what}; "
+        message = f"rank {transport.names[transport.rank]}: {ticket.collective} of unit {ticket.unit!r} {what}; "
         if words is None:
             message += "the flag words cannot be read: the device itself does not answer"
         elif found := self.blocked(ticket, words):
@@ -255,10 +255,11 @@ class Watchdog:
             word = words[awaited.word]
             if not reached(word, needed):
                 missing = ((needed - word) & MASK) // STRIDE
-                text = f"for {missing} signal(s) {awaited.lane.name} of rank {awaited.rank}"
+                text = f"for {missing} signal(s) {awaited.lane.name} of rank {transport.names[awaited.rank]}"
                 found.setdefault(awaited.stream, Open(awaited.step, awaited.rank, text))
         for crossing in self._open_crossings(ticket):
-            text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {crossing.rank} through NCCL"
+            name = transport.names[crossing.rank]
+            text = f"for {crossing.count} signal(s) {crossing.lane.name} of rank {name} through NCCL"
             last = found.get(crossing.stream)
             if last is None or crossing.step < last.step:
                 found[crossing.stream] = Open(crossing.step, crossing.rank, text)

@@ -171,8 +171,8 @@ class Window:
         self.library("ncclGetPeerDevicePointer", ctypes.c_void_p(self.windows[0]), 0, peer, ctypes.byref(pointer))
         if not pointer.value:
             raise CapabilityError(
-                f"NCCL gives no address of rank {peer}'s memory: it is not on this NVLink node, though the topology "
-                "says so; pass the topology of the job"
+                f"NCCL gives no address of the memory of the plan's rank {peer}: it is not on this NVLink node, "
+                "though the topology says so; pass the topology of the job"
             )
         return pointer.value
 

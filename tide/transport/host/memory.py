@@ -15,6 +15,7 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -56,6 +57,26 @@ def machine_identity() -> tuple[str, str]:
     except OSError:
         return f"{host} {platform.release()}", host
     return f"{boot} {namespace}", host
+
+
+def check_one_machine(peers: Sequence[Mapping[str, object]], names: Sequence[int]) -> None:
+    """Raises if the ranks cannot share memory.
+
+    Parameters
+    ----------
+    peers : sequence of mapping
+        ``"machine"`` and ``"host"`` of each, see `machine_identity`.
+    names : sequence of int
+        World rank of each, for the message.
+    """
+    machines: dict[object, list[int]] = {}
+    hosts: dict[object, object] = {}
+    for rank, peer in zip(names, peers, strict=True):
+        machines.setdefault(peer["machine"], []).append(rank)
+        hosts[peer["machine"]] = peer["host"]
+    if len(machines) > 1:
+        told = ", ".join(f"{rows} on {hosts[machine]}" for machine, rows in machines.items())
+        raise CapabilityError(f"the host transport needs all ranks on one machine, and in one container; ranks {told}")
 
 
 def available_memory() -> int | None:

@@ -184,6 +184,7 @@ class Await(Operation):
     peer: int
     lane: Lane
     fence: Callable[[], None]
+    name: int  # the peer's world rank, for messages
 
     def here(self) -> bool:
         """Whether enough signals are there."""
@@ -199,4 +200,4 @@ class Await(Operation):
 
     def __str__(self) -> str:
         here = self.words[self.word] + self.credit - self.consumed[self.word]
-        return f"wait for {self.lane.name} from rank {self.peer} ({here} of {self.count} signals here)"
+        return f"wait for {self.lane.name} from rank {self.name} ({here} of {self.count} signals here)"

@@ -70,7 +70,7 @@ class Rank:
     compiled : Compiled
         The plan.
     rank : int
-        World rank.
+        This rank of the plan.
     segments : list of Segment
         Shared memory of every rank.
     words : list of memoryview
@@ -81,6 +81,8 @@ class Rank:
         To wake peers.
     fence : callable
         Full fence.
+    names : sequence of int
+        World rank of each of the plan's, for messages.
     """
 
     compiled: Compiled
@@ -90,6 +92,7 @@ class Rank:
     consumed: list[int]
     doorbells: Doorbells
     fence: Callable[[], None]
+    names: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,8 @@ class Preparer:
         rank, source = self.rank, self.binding.ranks[step.peer]
         word = self.word(step.lane, self.program.position, step.peer)
         credit = INITIAL_CREDIT.get(step.lane, 0)
-        return Await(rank.words[rank.rank], rank.consumed, word, step.count, credit, source, step.lane, rank.fence)
+        own, name = rank.words[rank.rank], rank.names[source]
+        return Await(own, rank.consumed, word, step.count, credit, source, step.lane, rank.fence, name)
 
     def signal(self, position: int, lane: Lane, count: int) -> Notify:
         """The word that ``position`` keeps for this rank."""

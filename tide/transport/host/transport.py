@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,11 @@ from tide.transport.agreement import (
     resolve_group,
     resolve_timeout,
     settle,
+    world_ranks,
 )
 from tide.transport.base import Binding, Ticket, Transport
 from tide.transport.host.liveness import Process, alive, this_process
-from tide.transport.host.memory import Segment, check_platform, create, machine_identity
+from tide.transport.host.memory import Segment, check_one_machine, check_platform, create, machine_identity
 from tide.transport.host.operations import Await, Call, Operation
 from tide.transport.host.prepare import Prepared, Preparer, Rank
 from tide.transport.host.signals import Doorbells, futex_works, make_fence
@@ -82,6 +83,8 @@ class HostTransport(Transport):
         Process of every rank.
     timeout : float
         Seconds that a wait may take.
+    names : sequence of int, optional
+        World rank of each of the plan's ranks.
     """
 
     name = "host"
@@ -93,8 +96,9 @@ class HostTransport(Transport):
         segments: Sequence[Segment],
         processes: Sequence[Process],
         timeout: float,
+        names: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(compiled, rank)
+        super().__init__(compiled, rank, names)
         arena = compiled.arena
         self.timeout = timeout
         #: Time that making and mapping the arenas took.
@@ -105,7 +109,7 @@ class HostTransport(Transport):
         self._stamps = Stamps(self._segments, rank, fence)
         words = [segment.words(arena.signals) for segment in self._segments]
         consumed = [0] * arena.words.count
-        self._context = Rank(compiled, rank, self._segments, words, consumed, self._doorbells, fence)
+        self._context = Rank(compiled, rank, self._segments, words, consumed, self._doorbells, fence, self.names)
         # In the order of their last use; with the program, so that its identity stays its own.
         self._prepared: dict[tuple[int, str, tuple[int, ...]], tuple[Prepared, Program]] = {}
         self._lock = threading.Lock()
@@ -160,7 +164,8 @@ class HostTransport(Transport):
         else:
             with control_group(group, timeout) as control:
                 segments, processes = _connect(compiled, control, timeout)
-        made = cls(compiled, rank, segments, processes, timeout)
+        names = None if group is None else world_ranks(group)
+        made = cls(compiled, rank, segments, processes, timeout, names)
         made.seconds = time.perf_counter() - begin
         return made
 
@@ -285,8 +290,8 @@ class HostTransport(Transport):
         """Raises if a peer is in another collective: what has been moved does not belong together."""
         if (peer := self._stamps.other()) is not None:
             self._fail(
-                f"rank {peer} is in another collective than rank {self.rank}; {where}. Every rank must run the same "
-                "modules in the same order, and make gradients of the same parameters",
+                f"rank {self.names[peer]} is in another collective than rank {self.names[self.rank]}; {where}. Every "
+                "rank must run the same modules in the same order, and make gradients of the same parameters",
                 peer,
             )
 
@@ -338,21 +343,21 @@ class HostTransport(Transport):
         self._check_stamps(f"{where}: {wait}")
         if time.monotonic() - since > self.timeout:
             self._fail(
-                f"rank {wait.peer} did not answer within {self.timeout:g} s; {where}: {wait}. It runs, so it may be "
-                "busy, hang, or have issued another collective; TIDE_TIMEOUT sets the deadline",
+                f"rank {self.names[wait.peer]} did not answer within {self.timeout:g} s; {where}: {wait}. It runs, so "
+                "it may be busy, hang, or have issued another collective; TIDE_TIMEOUT sets the deadline",
                 wait.peer,
             )
 
     def _gone(self, peer: int) -> tuple[str, int] | None:
         """Why a peer will not answer any more, and which rank is the cause; None if it may still."""
-        process, state = self._processes[peer], int(self._segments[peer].state[0])
+        process, state, name = self._processes[peer], int(self._segments[peer].state[0]), self.names[peer]
         if state >= BROKEN:
             cause = state - BROKEN
-            return f"rank {peer} gave up" + (f" because of rank {cause}" if cause != peer else ""), cause
+            return f"rank {name} gave up" + (f" because of rank {self.names[cause]}" if cause != peer else ""), cause
         if state == CLOSED:
-            return f"rank {peer} has closed its transport", peer
+            return f"rank {name} has closed its transport", peer
         if not alive(process):
-            return f"rank {peer} (process {process.pid}) died", peer
+            return f"rank {name} (process {process.pid}) died", peer
         return None
 
     def _fail(self, message: str, cause: int) -> None:
@@ -419,8 +424,9 @@ def _connect(compiled: Compiled, group: ProcessGroup | None, timeout: float) -> 
             "descriptor": descriptor,
         }
         peers = agree(same, own, group, timeout)
-        raise_failures([peer["failure"] for peer in peers], CapabilityError)  # type: ignore[misc]
-        _check_one_machine(peers)
+        names = world_ranks(group)
+        raise_failures([peer["failure"] for peer in peers], names, CapabilityError)  # type: ignore[misc]
+        check_one_machine(peers, names)
         processes = [Process(*peer["process"]) for peer in peers]  # type: ignore[misc]
         segments: list[Segment] = []
         try:
@@ -434,13 +440,3 @@ def _connect(compiled: Compiled, group: ProcessGroup | None, timeout: float) -> 
             with suppress(OSError):
                 os.close(descriptor)
     return segments, processes
-
-
-def _check_one_machine(peers: Sequence[Mapping[str, object]]) -> None:
-    """Raises if the ranks cannot share memory."""
-    machines: dict[object, list[int]] = {}
-    for rank, peer in enumerate(peers):
-        machines.setdefault(peer["machine"], []).append(rank)
-    if len(machines) > 1:
-        told = ", ".join(f"{rows} on {peers[rows[0]]['host']}" for rows in machines.values())
-        raise CapabilityError(f"the host transport needs all ranks on one machine, and in one container; ranks {told}")
