@@ -6,6 +6,7 @@ such sources only. Both are needed for a wait to be answered by nothing but what
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,18 @@ from tide.topology import Team, team_of
 SWITCHED = (Lane.SPREAD, Lane.SPREAD_CREDIT, Lane.HELD, Lane.TAKEN)
 UNSWITCHED = (Lane.PARTIAL, Lane.WIRE_CREDIT)
 SCATTER = (Lane.PUSHED, Lane.CREDIT, Lane.SUMMED, Lane.SENT, Lane.BEGUN, *SWITCHED, *UNSWITCHED)
+
+
+#: Signals that are looked at at a time.
+_PART = 1 << 16
+
+
+def _table(lanes: Collection[Lane]) -> Bools:
+    """Whether a lane, by its number, is one of these."""
+    return np.array([lane in lanes for lane in Lane])
+
+
+_OWN, _WITHIN, _GATHERED, _SCATTERED = map(_table, (OWN, NEAR, GATHER_FAR, SCATTER_FAR))
 
 
 def check_words(compiled: Compiled) -> None:
@@ -111,16 +124,15 @@ def strangers(team: Team, receiver: Int64, source: Int64, lane: Int64) -> Bools:
     grid = np.asarray(team.grid, dtype=np.int64)
     seats[grid.ravel(), 0] = np.repeat(np.arange(team.nodes), team.per_node)
     seats[grid.ravel(), 1] = np.tile(np.arange(team.per_node), team.nodes)
-    (node, local), (from_node, from_local) = seats[receiver].T, seats[source].T
-    near, rail = node == from_node, local == from_local
-    if team.nodes & (team.nodes - 1) == 0:
-        distance = node ^ from_node
-    else:
-        distance = np.where(lane == Lane.FREE, from_node - node, node - from_node) % team.nodes
-    exchanged = (distance & (distance - 1)) == 0
-    own = np.isin(lane, list(OWN)) & (receiver == source)
-    within = np.isin(lane, list(NEAR)) & near
-    gathered = np.isin(lane, GATHER_FAR) & ~near & rail & exchanged
-    scattered = np.isin(lane, SCATTER_FAR) & ~near & rail
-    wrong: Bools = ~(own | within | gathered | scattered)
+    wrong: Bools = np.ones(len(lane), dtype=bool)
+    for start in range(0, len(lane), _PART):
+        part = slice(start, start + _PART)
+        to, giver, row = seats[receiver[part]], seats[source[part]], lane[part]
+        near, rail = to[:, 0] == giver[:, 0], to[:, 1] == giver[:, 1]
+        if team.nodes & (team.nodes - 1) == 0:
+            apart = to[:, 0] ^ giver[:, 0]
+        else:
+            apart = np.where(row == Lane.FREE, 1, -1) * (giver[:, 0] - to[:, 0]) % team.nodes
+        far = _SCATTERED[row] | (_GATHERED[row] & ((apart & (apart - 1)) == 0))
+        wrong[part] = ~np.where(near, _WITHIN[row] | (_OWN[row] & rail), far & rail)
     return wrong
