@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import MIXED, shard
@@ -52,6 +53,7 @@ def skipped(rank: int, world: int) -> list[tuple[str, float]]:
         if rank == 0:
             side.model.skipped, side.model.detached = blocks, detached
         told.append(_step(side, rank))
+        _refused(side)
         side.model.skipped, side.model.detached = (), -1
         tide.detach(side.model)
         side.optimizer.zero_grad()
@@ -71,3 +73,13 @@ def _step(side: Side, rank: int) -> tuple[str, float]:
     except PeerError as error:
         return str(error), time.monotonic() - begin
     raise AssertionError("the step went through")
+
+
+def _refused(side: Side) -> None:
+    """No optimizer step is taken on what the failed collectives have left; that of another model is."""
+    with pytest.raises(PeerError, match="the optimizer step is not taken, as its gradients are worthless: "):
+        side.optimizer.step()
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    torch.optim.SGD([other], lr=1.0).step()
+    assert not other.any()

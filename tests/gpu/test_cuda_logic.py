@@ -869,6 +869,31 @@ def test_missing_peer_is_named_and_the_streams_are_set_free(route: str, lane: st
         machine.finish()  # the overwritten words let everything drain
 
 
+@pytest.mark.parametrize(("when", "told"), [("behind", True), ("before", False), ("never", False)])
+def test_an_optimizer_step_behind_a_failed_collective_is_told(when: str, told: bool) -> None:
+    """The device runs it once the streams are set free: parameters are not to be saved then."""
+    compiled = compiled_for(Topology(1, 2), ["block0", "block1"])
+    machine = Machine(0)
+    with cluster(compiled, machine, timeout=0.2) as made:
+        gather(made, "block0", 1)
+        machine.finish()  # both ranks are through with it: a step behind it is no fault
+        first = made.sessions[0]
+        if when == "before":
+            first.transport.updating()
+        shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block1"])]
+        ticket = first.all_gather("block1", shards)
+        if when == "behind":
+            first.transport.updating()
+        limit = time.monotonic() + 20
+        while first.transport.failure is None and time.monotonic() < limit:
+            machine.go(100)
+            time.sleep(0.02)
+        with pytest.raises(PeerError) as caught:
+            ticket.wait()
+        assert ("An optimizer step had been issued behind it" in str(caught.value)) == told
+        machine.finish()
+
+
 def test_wrong_tensors_are_refused() -> None:
     compiled = compiled_for(Topology(1, 2), ["block0"])
     machine = Machine(0)

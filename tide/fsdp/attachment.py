@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import ModelSpec, Parameter
@@ -18,7 +17,7 @@ from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError, InputError, TideError
-from tide.fsdp import early, introspect, recovery, seam, versions
+from tide.fsdp import early, introspect, recovery, seam, updates, versions
 from tide.fsdp.configuration import agree_on, fingerprint, slots_for, why_not
 from tide.fsdp.scope import scope_of
 from tide.fsdp.unit import AttachedUnit
@@ -149,9 +148,10 @@ def detach(model: torch.nn.Module) -> None:
     After an error of TIDE's (`TideError`) each rank can call it alone, in the middle of the step too. The step is
     given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
     Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
-    others. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
-    again. A failure within one replica of HSDP, or one stage of a pipeline, does not reach the others, which wait in
-    torch's own collectives until the timeout of their process groups.
+    others. Only where a GPU had been given an optimizer step behind the collective that failed, it may have run it on
+    worthless gradients: the error says so then, and a checkpoint has to be loaded. Where a rank has died, the process
+    groups of stock FSDP2 are of no use either: save the shards and start again. With HSDP a failure within one replica
+    does not reach the others, which wait in FSDP2's own all-reduce until the timeout of its process group.
 
     Raises
     ------
@@ -216,7 +216,7 @@ class Attachment:
         self._bind()
         seam.install()
         self._uninstall = weakref.finalize(self, seam.uninstall)
-        self._count_optimizer_steps()
+        updates.watch(self, model)
         self._watch()
 
     # What a user asks --------------------------------------------------------------------------
@@ -230,6 +230,16 @@ class Attachment:
     def plan(self) -> Plan | None:
         """The plan in use, to report, draw and prove; None if every group runs stock."""
         return None if self.compiled is None else Plan(self.compiled, self.scope.rank, self._model, (), self.scope)
+
+    @property
+    def failure(self) -> str | None:
+        """What has ended the step under way, if anything has."""
+        return (None if self._session is None else self._session.transport.failure) or self._failure
+
+    @property
+    def transport(self) -> Transport | None:
+        """What moves the bytes; None if every group runs stock, or after detach."""
+        return None if self._session is None else self._session.transport
 
     def unit(self, name: str) -> AttachedUnit:
         """The attached group of that name."""
@@ -397,17 +407,6 @@ class Attachment:
             torch.accelerator.synchronize()
             self.scope.barrier()
         session.close()
-
-    def _count_optimizer_steps(self) -> None:
-        if not self.reuse_forward:
-            return
-        this = weakref.ref(self)
-
-        def stepped(*_: Any) -> None:
-            if (found := this()) is not None:
-                found.steps += 1
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     # Watching for changes ----------------------------------------------------------------------
 

@@ -141,6 +141,12 @@ class Transport(ABC):
         No collective can be run after that. The first reason stays.
         """
 
+    def updating(self) -> None:  # noqa: B027 - where collectives are waited for on the host, none is under way
+        """Called when the caller is about to issue what uses the results of all collectives so far for good.
+
+        A transport whose collectives may fail after that says so in :attr:`failure`.
+        """
+
     @property
     def opened(self) -> str:
         """The transport's name and what its arena is, for reports."""

@@ -49,6 +49,12 @@ NO_PEER_WRITES = 13010
 #: Program streams that give and take the same signals as another one have to share its CUDA stream.
 SAME_STREAM = {"claim": "ag.node"}
 
+#: What a failure says where the device runs an optimizer step on what a collective has not brought.
+UPDATED = (
+    " An optimizer step had been issued behind it, which the device runs on worthless gradients: do not use or save "
+    "this rank's parameters and optimizer state; load a checkpoint."
+)
+
 #: Arenas of all transports that are not closed. One that is dropped without close, as with a model after
 #: an exception, leaks its arena: peers may still write there, and an unmapped address would end their processes.
 _OPEN: set[Arena] = set()
@@ -132,7 +138,7 @@ class CudaTransport(Transport):
         self.poisoned: dict[int, int] = {}  # words that poison waits for, by their counters
         self._own: dict[tuple[int, Lane], int] = {}
         self._issue = threading.RLock()
-        self._numbers = 0
+        self._numbers = self._updating = 0
         self._closed = False
         self.watchdog = Watchdog(self, timeout)
         self.watchdog.start()
@@ -374,8 +380,15 @@ class CudaTransport(Transport):
     def fail(self, message: str) -> None:
         """Marks the transport broken, and tells the peers; the first reason stays."""
         if self.broken is None:
+            with suppress(TransportError):  # of a device that does not answer
+                if any(head.number <= self._updating for head in self.heads()):
+                    message += UPDATED
             self.broken = message
             self.watchdog.tell_peers()
+
+    def updating(self) -> None:
+        """Notes that an optimizer step follows the collectives so far."""
+        self._updating = self._numbers
 
     def raise_if_broken(self) -> None:
         """Raises what broke the transport."""
