@@ -16,10 +16,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tide.compiler.columns import PUT, SIGNAL, WAIT, Bools
 from tide.compiler.shard import Int64
 from tide.compiler.steps import INITIAL_CREDIT, Lane
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import PUT, SIGNAL, WAIT, Bools, Tables, lane_name
+from tide.compiler.verify.tables import Tables, lane_name
 
 Int32 = npt.NDArray[np.int32]
 
