@@ -215,6 +215,14 @@ class Steps(NamedTuple):
     number: npt.NDArray[np.int32]
 
 
+def of_kinds(kind: npt.NDArray[np.int8], kinds: tuple[int, ...]) -> Bools:
+    """Which of many steps are of some kinds: by a look-up, as there may be tens of millions of them."""
+    wanted = np.zeros(len(KIND_NAMES), dtype=bool)
+    wanted[list(kinds)] = True
+    found: Bools = wanted[kind]
+    return found
+
+
 #: What the steps of one kind in a stream move or sum: how many rows each step has, in order, and all their rows.
 Moved = tuple[Int64, Moves]
 Summed = tuple[Int64, Sums]

@@ -37,10 +37,10 @@ from tide.compiler.verify.rings import RingAccess, Rings, only
 from tide.compiler.verify.scene import Scene
 from tide.compiler.verify.slot import check_areas, check_overlay
 from tide.compiler.verify.switch import SwitchSums, accesses, check_switch_sums
-from tide.compiler.verify.tables import Access, Tables
+from tide.compiler.verify.tables import Tables
 
-#: Ranks that are proved at a time; bounds the memory of the proof.
-_BLOCK = 128
+#: Ranks that are proved at a time; bounds the memory of the proof, whose arrays are fastest where caches hold them.
+_BLOCK = 32
 
 
 def _blocks(grid: Int64) -> Iterator[Bools]:
@@ -86,8 +86,8 @@ class ReduceProof:
         check_routes(scene, tables)
         check_areas(scene, self.areas, bool(tables.in_slot))
         grid = np.array(scene.context.team.grid, dtype=np.int64)
-        pieces = Pieces.empty(len(tables.access(PUT).step))
-        puts, moved = tables.access(PUT), 0
+        puts, moved = tables.access(PUT).source, 0
+        pieces = Pieces.empty(len(puts))
         for rows in _blocks(grid):
             moved += self._node_phase(rows, puts, pieces)
         # The switch sums over ranks of several rails.
@@ -95,7 +95,7 @@ class ReduceProof:
             moved += self._rail_phase(lanes, puts, pieces)
         return moved
 
-    def _node_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
+    def _node_phase(self, block: Bools, puts: Int64, pieces: Pieces) -> int:
         """Proves what happens within some nodes, and notes what their puts carry; returns bytes pushed."""
         block = block & self.tables.loaded
         self.c = ReduceColumns(self.scene, self.tables, block, self._staged())
@@ -110,17 +110,17 @@ class ReduceProof:
         if self.areas.in_slot and not self.areas.ring:
             check_overlay(self.scene, self.areas, receive, partial)
         here = np.flatnonzero(self.tables.kind[self.c.moves.step] == PUT)
-        pieces.note(np.flatnonzero(block[puts.source]), self.c, carried[here])
+        pieces.note(np.flatnonzero(block[puts]), self.c, carried[here])
         m = self.c.moves
         sent = np.flatnonzero((self.tables.kind[m.step] == COPY) & self.subjects[m.target])
         return int((m.moves.runs[sent] * m.moves.dst_length[sent]).sum())
 
-    def _rail_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
+    def _rail_phase(self, block: Bools, puts: Int64, pieces: Pieces) -> int:
         """Proves what happens on some rails; returns bytes put."""
         self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, self._staged(), copies=False)
         wire, arrived = self._ring(WIRE, self.owners & block)
         self._finish(wire)
-        rows = np.flatnonzero((block & self.tables.loaded)[puts.source])  # the puts of this block, in their order
+        rows = np.flatnonzero((block & self.tables.loaded)[puts])  # the puts of this block, in their order
         weight = None
         if self.tables.switch:
             found = self._switch_phase(pieces[rows])

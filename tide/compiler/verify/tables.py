@@ -44,6 +44,7 @@ from tide.compiler.columns import (
     Regions,
     Rows,
     Sums,
+    of_kinds,
     ranges,
 )
 from tide.compiler.shard import Int64
@@ -221,8 +222,8 @@ class Tables:
         self._moves = self._payloads.moves()
         self._sums = self._payloads.sums()
         stored = self.payload >= 0
-        self._check_moves(self._moves, stored & ~np.isin(self.kind, _SUMMING))
-        self._check_sums(self._sums, stored & np.isin(self.kind, _SUMMING))
+        self._check_moves(self._moves, stored & ~self.is_kind(*_SUMMING))
+        self._check_sums(self._sums, stored & self.is_kind(*_SUMMING))
 
     def _rows(self, steps: Sequence[Step]) -> tuple[npt.NDArray[Any], ...]:
         """Columns of the steps of a stream; streams repeat their signals and waits, each is looked at once."""
@@ -260,12 +261,12 @@ class Tables:
         self.scene.fail(f"no proof covers steps of type {kind.__name__}")
 
     def _check_peers(self) -> None:
-        named = np.isin(self.kind, (WAIT, SIGNAL, COPY, PUT))
+        named = self.is_kind(WAIT, SIGNAL, COPY, PUT)
         wrong = np.flatnonzero(named & ((self.peer < 0) | (self.peer >= self.scene.size)))
         if len(wrong):
             step = int(wrong[0])
             self.scene.fail(f"names position {self.peer[step]} of {self.scene.size}", step=self.describe(step))
-        wrong = np.flatnonzero(np.isin(self.kind, (WAIT, SIGNAL)) & (self.count < 1))
+        wrong = np.flatnonzero(self.is_kind(WAIT, SIGNAL) & (self.count < 1))
         if len(wrong):
             step = int(wrong[0])
             self.scene.fail(f"counts {self.count[step]} signals", step=self.describe(step))
@@ -304,9 +305,13 @@ class Tables:
         found: Int64 = self.queue_position[self.queue[steps]]
         return found
 
+    def is_kind(self, *kinds: int) -> Bools:
+        """Whether each step is of one of the given kinds."""
+        return of_kinds(self.kind, kinds)
+
     def of_kind(self, *kinds: int) -> Int64:
         """Numbers of all steps of the given kinds."""
-        return np.flatnonzero(np.isin(self.kind, kinds)).astype(np.int64)
+        return np.flatnonzero(self.is_kind(*kinds)).astype(np.int64)
 
     def of_kind_at(self, positions: Bools | None, *kinds: int) -> Int64:
         """Steps of the given kinds, only those of some positions if ``positions`` is given."""
@@ -314,7 +319,7 @@ class Tables:
             return self.of_kind(*kinds)
         queues = np.flatnonzero(positions[self.queue_position])
         steps, _ = ranges(self.queue_start[queues], self.queue_stop[queues])
-        found: Int64 = steps[np.isin(self.kind[steps], kinds)]
+        found: Int64 = steps[of_kinds(self.kind[steps], kinds)]
         return found
 
     def access(self, *kinds: int, positions: Bools | None = None) -> Access:
