@@ -19,6 +19,7 @@ from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.schedule.switch import group_sizes, spread_places
+from tide.compiler.signals import lay_out_signals
 from tide.compiler.steps import Buffer, Lane, Put, Signal, SwitchReduce, Wait
 from tide.compiler.verify import verify
 from tide.errors import InputError, PlanError
@@ -102,7 +103,11 @@ def test_classic_units_share_the_plan() -> None:
     sequence = [(RS, "whole"), (RS, "halves"), (RS, "turned"), (RS, "whole")]
     explore(compiled, sequence, range(3), FAMILIES, pieces=2)
     # A unit whose ranks sit in another order takes other places for zeros.
-    both = replace(compiled, spread=frozenset({"whole", "turned"}), _programs={})
+    spread, slots = frozenset({"whole", "turned"}), [slot.units for slot in compiled.arena.slots]
+    words = lay_out_signals(
+        units, slots, lambda unit: [compiled.context(unit.name, 0).team], {unit.name for unit in units}, spread, False
+    )
+    both = replace(compiled, arena=replace(compiled.arena, words=words), spread=spread, _programs={})
     with pytest.raises(PlanError, match=r"spread area of rank \d, place \d+: unit .* takes it for zeros"):
         verify(both)
 

@@ -25,63 +25,83 @@ the last ``receive_depth`` chunks. Either way memory does not grow with the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import takewhile, zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
-from tide.compiler.dtypes import itemsize
-from tide.compiler.schedule.areas import areas_of
-from tide.compiler.schedule.chunks import Segment, extent, packed_elements
-from tide.compiler.schedule.unit import UnitContext
-from tide.compiler.steps import (
-    Accumulate,
-    Buffer,
-    Cast,
-    Copy,
-    Lane,
-    Place,
-    Program,
-    Put,
-    Region,
-    Signal,
-    Step,
-    Stream,
-    Sum,
-    Transfer,
-    Wait,
+import numpy as np
+
+from tide.compiler.columns import (
+    ACCUMULATE,
+    COPY,
+    DTYPE,
+    GRAD,
+    PARTIAL,
+    PLACE,
+    PUT,
+    RAW,
+    RECEIVE,
+    SHARD,
+    SIGNAL,
+    STAGED,
+    WAIT,
+    WIRE,
+    Bools,
+    Moved,
+    Moves,
+    Payloads,
+    ProgramRows,
+    Regions,
+    Rows,
+    Summed,
+    Sums,
+    frames,
+    joined,
+    ranges,
 )
+from tide.compiler.schedule.areas import areas_of
+from tide.compiler.schedule.outputs import Outputs
+from tide.compiler.schedule.unit import UnitContext
+from tide.compiler.shard import Int64
+from tide.compiler.steps import Lane, Stream
 
 
-class Turn(NamedTuple):
-    """A chunk that a reducer sums, and where its pieces and its partial sum lie.
+class Turns(NamedTuple):
+    """Chunks that a reducer sums, in order, and where their pieces and partial sums lie; an array each.
 
-    ``pieces`` is the offset of the first rank's piece, each of ``piece`` bytes; ``partial`` that of the sum.
+    ``kind`` is the chunk's in :class:`Outputs`; ``pieces`` is the offset of the first rank's piece, each of ``piece``
+    bytes; ``partial`` that of the sum.
     """
 
-    owner: int
-    number: int
-    chunk: tuple[Segment, ...]
-    pieces: int
-    piece: int
-    partial: int
+    owner: Int64
+    number: Int64
+    kind: Int64
+    pieces: Int64
+    piece: Int64
+    partial: Int64
+
+    def some(self, rows: Any) -> Turns:
+        """Some of them."""
+        return Turns(*(column[rows] for column in self))
+
+    @classmethod
+    def joined(cls, works: list[Turns]) -> Turns:
+        """Those of several reducers, one after the other."""
+        nothing = cls(*(np.zeros(0, dtype=np.int64) for _ in cls._fields))
+        return cls(*(np.concatenate(column) for column in zip(nothing, *works, strict=True)))
 
 
-#: A chunk to sum: owner, number, segments.
-Item: TypeAlias = tuple[int, int, tuple[Segment, ...]]
+class Destinations(NamedTuple):
+    """Where partial sums are put: whose memory, which place, and the signals that allow and carry the puts."""
 
-
-class Destination(NamedTuple):
-    """Where a partial sum is put: whose memory, which place, and the signals that allow and carry the put."""
-
-    peer: int
-    buffer: Buffer
-    start: int
+    peer: Int64
+    start: Int64
+    buffer: int
     credit: Lane
     carried: Lane
 
 
 class Builder:
-    """Writes the four streams of one position.
+    """Writes the streams of one position as columns.
 
     Much of what they hold is the same on other positions too. It is made once and kept in the memo.
     """
@@ -89,303 +109,317 @@ class Builder:
     def __init__(self, context: UnitContext, position: int, subset: tuple[int, ...]) -> None:
         self.context, self.position, self.subset = context, position, subset
         self.team, self.areas = context.team, areas_of(context, subset)
-        self.depth, self.wire_dtype = self.areas.depth, context.options.wire_dtype
+        self.depth, self.wire_dtype = self.areas.depth, DTYPE[context.options.wire_dtype]
         self.node, self.local = self.team.seat(position)
         self.row = self.team.grid[self.node]
         self.peers = [self.row[(self.local + j) % self.team.per_node] for j in range(1, self.team.per_node)]
         self.crosses = self.team.nodes > 1
-        self.staged: dict[tuple[int, int], int] = {}  # by owner and chunk
         self.memo: dict[Any, Any] = context.memo.setdefault(("reduce_scatter", subset), {})
+        if "outputs" not in self.memo:
+            self.memo["outputs"] = Outputs(context, self.areas, subset)
+        self.outputs: Outputs = self.memo["outputs"]
 
-    def build(self) -> Program:
-        streams = [Stream("rs.push", tuple(self.push())), self.sum()]
-        if self.crosses:
-            streams += [Stream("rs.wire", tuple(self.wire())), Stream("rs.fold", tuple(self.fold()))]
-        release = ("rs.push", "rs.sum")
-        return Program("reduce_scatter", self.position, tuple(streams), release, self.areas.in_slot)
+    def streams(self) -> list[Rows | Stream]:
+        """All streams."""
+        streams: list[Rows | Stream] = [self.push(), self.sum()]
+        return [*streams, self.wire(), self.fold()] if self.crosses else streams
+
+    def rows(self) -> ProgramRows:
+        """The program."""
+        streams, release = tuple(self.streams()), ("rs.push", "rs.sum")
+        return ProgramRows("reduce_scatter", self.position, streams, release, self.areas.in_slot)
 
     # Work --------------------------------------------------------------------------------------
 
-    def chunks(self, owner: int) -> tuple[tuple[Segment, ...], ...]:
-        """Chunks of the owner's output."""
-        key = ("chunks", owner)
-        if key not in self.memo:
-            self.memo[key] = self.areas.chunks(self.context.unit, owner, self.subset)
-        found: tuple[tuple[Segment, ...], ...] = self.memo[key]
-        return found
-
-    def work(self, local: int) -> list[Turn]:
+    def work(self, local: int) -> Turns:
         """Chunks that the reducer of this node with this local rank sums, in order."""
         key = ("work", self.node, local)
         if key not in self.memo:
-            self.memo[key] = list(self.turns(local))
-        found: list[Turn] = self.memo[key]
+            self.memo[key] = self.turns(local)
+        found: Turns = self.memo[key]
         return found
 
-    def order(self, local: int) -> list[Item]:
-        """Round 0 and the own output by turns, then the other rounds."""
-        rail = [row[local] for row in self.team.grid]
-        own = rail[self.node]
-        rounds = [rail[(self.node + 1 + j) % self.team.nodes] for j in range(self.team.nodes - 1)]
-        numbered = {owner: [(owner, k, chunk) for k, chunk in enumerate(self.chunks(owner))] for owner in rail}
-        head = zip_longest(*(numbered[owner] for owner in (*rounds[:1], own)))
-        order = [item for pair in head for item in pair if item is not None]
-        return order + [item for owner in rounds[1:] for item in numbered[owner]]
+    def order(self, local: int) -> tuple[Int64, Int64]:
+        """Owner and number of each chunk: round 0 and the own output by turns, then the other rounds."""
+        rail = np.array([row[local] for row in self.team.grid], dtype=np.int64)
+        rounds = np.roll(rail, -(self.node + 1))  # the own output is the last of all
+        ahead, own, others = rounds[:-1][:1], rounds[-1:], rounds[1:-1]
+        owner, number = self.numbered(np.concatenate((ahead, own)))
+        turn = np.lexsort((owner == own[0], number))
+        rest, which = self.numbered(others)
+        return np.concatenate((owner[turn], rest)), np.concatenate((number[turn], which))
 
-    def turns(self, local: int) -> Iterator[Turn]:
+    def numbered(self, owners: Int64) -> tuple[Int64, Int64]:
+        """The chunks of some owners, owner by owner."""
+        number, of = ranges(np.zeros_like(owners), self.outputs.chunks[owners])
+        return owners[of], number
+
+    def turns(self, local: int) -> Turns:
         """The work of a reducer of this node, each chunk with its place."""
-        areas, own = self.areas, self.row[local]
-        pieces, partial, crossing = areas.receive, areas.partial, 0
-        for number, (owner, which, chunk) in enumerate(self.order(local)):
-            size = extent(chunk)
-            if areas.ring:
-                pieces = areas.receive + number % areas.depth * areas.peers * areas.piece
-                partial = areas.partial + crossing % areas.depth * areas.chunk
-                yield Turn(owner, which, chunk, pieces, areas.piece, partial)
-            else:
-                yield Turn(owner, which, chunk, pieces, size * areas.width, partial)
-                pieces += areas.peers * size * areas.width
-                partial += size * areas.wire_width if owner != own else 0
-            crossing += owner != own
+        areas = self.areas
+        owner, number = self.order(local)
+        kind = self.outputs.first_kind[owner] + number
+        crosses = owner != self.row[local]
+        if areas.ring:
+            piece = np.full(len(owner), areas.piece, dtype=np.int64)
+            place, crossing = np.arange(len(owner)) % areas.depth, np.cumsum(crosses) - crosses
+            pieces = areas.receive + place * areas.peers * areas.piece
+            return Turns(owner, number, kind, pieces, piece, areas.partial + crossing % areas.depth * areas.chunk)
+        size = self.outputs.extent[kind]
+        piece, sums = size * areas.width, np.where(crosses, size * areas.wire_width, 0)
+        taken = areas.peers * piece
+        pieces = areas.receive + np.cumsum(taken) - taken
+        return Turns(owner, number, kind, pieces, piece, areas.partial + np.cumsum(sums) - sums)
 
-    def incoming(self) -> list[tuple[int, int, tuple[Segment, ...]]]:
-        """Partial sums that come from other nodes, in order: (source, chunk, segments)."""
-        chunks = self.chunks(self.position)
-        sources = [(self.node - 1 - j) % self.team.nodes for j in range(self.team.nodes - 1)]
-        return [
-            (self.team.grid[node][self.local], number, chunk) for node in sources for number, chunk in enumerate(chunks)
-        ]
+    def incoming(self) -> tuple[Int64, Int64]:
+        """Partial sums that come from other nodes, in order: source and chunk."""
+        rail = np.array([row[self.local] for row in self.team.grid], dtype=np.int64)
+        sources = np.roll(rail[::-1], self.node)[:-1]  # node - 1, node - 2, …
+        chunks = int(self.outputs.chunks[self.position])
+        return np.repeat(sources, chunks), np.tile(np.arange(chunks), len(sources))
 
-    # Regions -----------------------------------------------------------------------------------
-
-    def grad(self, segment: Segment, owner: int) -> Region:
-        """Where the segment lies in the whole gradient."""
-        table = self.context.table(segment.index)
-        size = itemsize(self.dtype(segment))
-        element = int(table.offset[owner]) + segment.first * table.pitch + segment.start
-        return Region(Buffer.GRAD, segment.index, element * size, table.pitch * size if segment.runs > 1 else 0)
-
-    def piece(self, segment: Segment, turn: Turn, source: int, reducer: int) -> Region:
-        """Where the piece of ``source`` lies in the receive area of ``reducer`` (both of this node)."""
-        ranks = [rank for rank in self.row if rank != reducer]
-        size = itemsize(self.dtype(segment))
-        # Places are spaced by the unit's widest gradient: a narrow segment may lie behind a wide one.
-        start = turn.pieces + ranks.index(source) * turn.piece + segment.at * self.areas.width
-        return Region(Buffer.RECEIVE, 0, start, segment.count * size if segment.runs > 1 else 0)
-
-    def partial(self, segment: Segment, buffer: Buffer, start: int) -> Region:
-        """Where a segment of a partial sum that begins at ``start`` lies in the partial or wire area."""
-        size = self.areas.wire_width
-        return Region(buffer, 0, start + segment.at * size, segment.count * size if segment.runs > 1 else 0)
-
-    def arrival(self, turn: int) -> int:
-        """Where the partial sum that arrives in this turn begins in the wire area."""
+    def arrival(self, turn: Int64) -> Int64:
+        """Where the partial sums that arrive in these turns begin in the wire area."""
         return self.areas.wire + turn % self.depth * self.areas.chunk
-
-    def out(self, segment: Segment, buffer: Buffer = Buffer.OUT) -> Region:
-        """Where the segment lies in the reduced shard, or in its float32 running sum."""
-        size = itemsize(self.context.unit.parameters[segment.index].out_dtype) if buffer is Buffer.OUT else 4
-        count = int(self.context.table(segment.index).run[self.position])
-        start = (segment.first * count + segment.start) * size
-        return Region(buffer, segment.index, start, count * size if segment.runs > 1 else 0)
-
-    def running(self, segment: Segment) -> Region:
-        """The running sum: the output itself where that is float32."""
-        exact = self.context.unit.parameters[segment.index].out_dtype == "float32"
-        return self.out(segment, Buffer.OUT if exact else Buffer.RUNNING)
-
-    def dtype(self, segment: Segment) -> str:
-        """Element type of the segment's gradient."""
-        dtype = self.context.unit.parameters[segment.index].grad_dtype
-        assert dtype is not None, "a frozen parameter has no gradient to reduce"
-        return dtype
 
     # Streams -----------------------------------------------------------------------------------
 
-    def push(self) -> list[Step]:
+    def push(self) -> Rows:
         """Pushes this rank's pieces to the reducers of its node, a chunk of each at a time.
 
         First all credits of such a wave, then all copies, then all signals: a transport may carry out each of the
         three in one call, however many peers there are. Nobody is kept waiting, as a sum needs the pieces of all.
         """
-        steps: list[Step] = []
-        if casts := self.casts():
-            steps.append(Place(casts))
-        works = []
-        for peer in self.peers:
-            local = self.team.seat(peer)[1]
-            works.append((peer, self.memo.setdefault(("push", self.local, local), {}), self.work(local)))
-        for number in range(max((len(work) for _, _, work in works), default=0)):
-            wave = [(peer, self.pushed(memo, work[number], peer)) for peer, memo, work in works if number < len(work)]
-            if self.areas.ring or number == 0:
-                steps += [Wait(peer, Lane.CREDIT) for peer, _ in wave]
-            steps += [Copy(peer, False, transfers) for peer, transfers in wave]
-            steps += [Signal(peer, Lane.PUSHED) for peer, _ in wave]
-        return steps
-
-    def pushed(self, memo: dict[Any, Any], turn: Turn, peer: int) -> tuple[Transfer, ...]:
-        """Transfers of this rank's pieces of a chunk to its reducer, made once for all positions at this place."""
-        staged = self.staged.get((turn.owner, turn.number), -1)
-        key = (turn.owner, turn.number, turn.pieces, staged)
-        if key not in memo:
-            memo[key] = self.pieces(turn, peer, staged)
-        found: tuple[Transfer, ...] = memo[key]
-        return found
-
-    def casts(self) -> tuple[Cast, ...]:
-        """Packs this rank's small gradients, reducer by reducer, and notes where those of each chunk begin."""
-        casts: list[Cast] = []
-        width, cursor = self.areas.width, self.areas.staged
-        for peer in self.peers if self.areas.bundled else ():
-            for turn in self.work(self.team.seat(peer)[1]):
-                packed = self.packed(turn)
-                if not packed:
-                    continue
-                self.staged[turn.owner, turn.number] = start = cursor
-                for segment in packed:
-                    pitch = segment.count * width if segment.runs > 1 else 0
-                    dst = Region(Buffer.STAGED, 0, start + (segment.at - packed[0].at) * width, pitch)
-                    dtype = self.dtype(segment)
-                    casts.append(Cast(self.grad(segment, turn.owner), dst, segment.runs, segment.count, dtype, dtype))
-                    cursor = start + (segment.at - packed[0].at + packed_elements(segment.runs * segment.count)) * width
-        return tuple(casts)
-
-    def packed(self, turn: Turn) -> list[Segment]:
-        """Segments of a chunk that travel packed: where the chunk begins with several."""
-        found = list(takewhile(lambda segment: segment.index in self.areas.bundled, turn.chunk))
-        return found if len(found) > 1 else []
-
-    def pieces(self, turn: Turn, reducer: int, staged: int) -> tuple[Transfer, ...]:
-        """A chunk's pieces, from the gradient, or from where they are packed, to a reducer of this node."""
-        transfers: list[Transfer] = []
-        packed = self.packed(turn) if staged >= 0 else []
-        for segment in packed:
-            place = self.piece(segment, turn, self.position, reducer)._replace(pitch=0)
-            length = segment.runs * segment.count * self.areas.width
-            last = transfers[-1] if transfers else None
-            if last is not None and last.dst.offset + last.length == place.offset:
-                transfers[-1] = last._replace(length=last.length + length)
-                continue
-            src = Region(Buffer.STAGED, 0, staged + (segment.at - packed[0].at) * self.areas.width)
-            transfers.append(Transfer(src, place, 1, length))
-        for segment in turn.chunk[len(packed) :]:
-            src, dst = self.grad(segment, turn.owner), self.piece(segment, turn, self.position, reducer)
-            transfers.append(Transfer(src, dst, segment.runs, segment.count * itemsize(self.dtype(segment))))
-        return tuple(transfers)
-
-    def sum(self) -> Stream:
-        """Sums the node's pieces, rank by rank; in a ring, hands the positions out again."""
-        steps: list[Step] = []
-        work, ring = self.work(self.local), self.areas.ring
-        if work:
-            steps += [Signal(peer, Lane.CREDIT, min(self.depth, len(work)) if ring else 1) for peer in self.peers]
-        pushed = [Wait(peer, Lane.PUSHED) for peer in self.peers]
-        free = [Signal(peer, Lane.CREDIT) for peer in self.peers]
-        sent, begun = Wait(self.position, Lane.SENT), Signal(self.position, Lane.BEGUN)
-        summed = Signal(self.position, Lane.SUMMED)
-        memo = self.memo.setdefault(("sum", self.local), {})
-        crossing = 0
-        for number, turn in enumerate(work):
-            steps += pushed
-            own = turn.owner == self.position
-            if ring and not own:
-                crossing += 1
-                if crossing > self.depth:
-                    steps.append(sent)
-            key = (turn.owner, turn.number, turn.pieces, turn.partial, own)
-            step = memo.get(key)
-            if step is None:
-                sums = tuple(self.node_sum(segment, turn) for segment in turn.chunk)
-                step = memo[key] = Accumulate(sums, final=own and not self.crosses)
-            steps.append(step)
-            if self.crosses:
-                steps.append(begun if own else summed)
-            if ring and number + self.depth < len(work):
-                steps += free
-        if not crossing or self.areas.in_slot:  # whatever uses the slot next waits for all streams' ends
-            return Stream("rs.sum", tuple(steps))
-        # The next collective writes where these partial sums lie; gradients need not wait for them.
-        released = len(steps)
-        steps.append(Wait(self.position, Lane.SENT, min(self.depth, crossing)))
-        return Stream("rs.sum", tuple(steps), released)
-
-    def node_sum(self, segment: Segment, turn: Turn) -> Sum:
-        """The node's sum of one segment, in rank order: a partial sum, or the beginning of the running sum."""
-        srcs = tuple(
-            self.grad(segment, turn.owner)
-            if source == self.position
-            else self.piece(segment, turn, source, self.position)
-            for source in self.row
+        works = [self.work(self.team.seat(peer)[1]) for peer in self.peers]
+        lengths = np.array([len(work.owner) for work in works], dtype=np.int64)
+        wave = np.arange(lengths.max(initial=0))
+        active = wave[:, None] < lengths
+        credits = active & (self.areas.ring or wave[:, None] == 0)
+        steps = frames(
+            np.stack((credits, active, active), axis=1),
+            [[WAIT], [COPY], [SIGNAL]],
+            self.peers,
+            [[Lane.CREDIT], [-1], [Lane.PUSHED]],
+            [[1], [0], [1]],
         )
-        if turn.owner != self.position:
-            dst, dtype = self.partial(segment, Buffer.PARTIAL, turn.partial), self.wire_dtype
-        elif self.crosses:
-            dst, dtype = self.running(segment), "float32"
-        else:
-            dst, dtype = self.out(segment), self.context.unit.parameters[segment.index].out_dtype
-        return Sum(srcs, self.dtype(segment), None, dst, dtype, segment.runs, segment.count)
+        payloads: Payloads = {COPY: partial(self.pushes, works, active)}
+        if any(self.outputs.small_extent[work.kind].any() for work in works):
+            steps = joined(frames(np.array([True]), PLACE, -1, -1, 0), steps)
+            payloads = {PLACE: partial(self.packing, works), **payloads}
+        return Rows("rs.push", steps, payloads)
 
-    def wire(self) -> list[Step]:
+    def staged(self, work: Turns) -> Int64:
+        """Where the small gradients of chunks are packed, one after the other."""
+        room = self.outputs.small_extent[work.kind] * self.areas.width
+        return self.areas.staged + np.cumsum(room) - room
+
+    def packing(self, works: list[Turns]) -> Moved:
+        """Packs this rank's small gradients, reducer by reducer."""
+        work, small = Turns.joined(works), self.outputs.small
+        row, of = ranges(small.first[work.kind], small.first[work.kind + 1])
+        along = small.at[row] - small.at[small.first[work.kind[of]]]
+        start = self.staged(work)[of] + along * self.areas.width
+        return np.array([len(row)]), self.outputs.packing(row, work.owner[of], start)
+
+    def pushes(self, works: list[Turns], active: Bools) -> Moved:
+        """Pushes of all pieces, wave by wave, from the gradients, or from where they are packed."""
+        work, pushed = Turns.joined(works), self.outputs.pushed
+        staged = self.staged(work)
+        # The piece of a rank comes after those of the ranks before it, the reducer left out.
+        reducer = np.repeat([self.team.seat(peer)[1] for peer in self.peers], active.sum(axis=0))
+        start = work.pieces + (self.local - (self.local > reducer)) * work.piece
+        at = np.zeros(active.T.shape, dtype=np.int64)
+        at[active.T] = np.arange(len(start))
+        turn = at.T[active]  # of each copy, in the order of the copies
+        kind = work.kind[turn]
+        row, of = ranges(pushed.first[kind], pushed.first[kind + 1])
+        turn, small, index = turn[of], pushed.packed[row], pushed.index[row]
+        src = pushed.src[row] + np.where(small, staged[turn], self.outputs.grad[index, work.owner[turn]])
+        return pushed.first[kind + 1] - pushed.first[kind], _transfers(
+            Regions(np.where(small, STAGED, GRAD), index, src, pushed.src_pitch[row]),
+            Regions(_full(RECEIVE, row), _full(0, row), start[turn] + pushed.dst[row], pushed.dst_pitch[row]),
+            pushed.runs[row],
+            pushed.length[row],
+        )
+
+    def sum(self) -> Rows:
+        """Sums the node's pieces, rank by rank; in a ring, hands the positions out again."""
+        work, ring, many = self.work(self.local), self.areas.ring, len(self.peers)
+        count, turn = len(work.owner), np.arange(len(work.owner))[:, None]
+        own = (work.owner == self.position)[:, None]
+        crossing = np.cumsum(~own)[:, None]
+        last = int(crossing[-1, 0]) if count else 0
+        credit = min(self.depth, count) if ring else 1
+        first = frames(
+            np.full(many if count else 0, True), SIGNAL, self.peers[: many if count else 0], Lane.CREDIT, credit
+        )
+        every, again = np.full((count, many), True), np.full((count, many), ring) & (turn + self.depth < count)
+        sent, told = ring & ~own & (crossing > self.depth), np.full((count, 1), self.crosses)
+        me = [self.position]
+        steps = frames(
+            np.concatenate((every, sent, np.full((count, 1), True), told, again), axis=1),
+            [WAIT] * many + [WAIT, ACCUMULATE, SIGNAL] + [SIGNAL] * many,
+            self.peers + me + [-1] + me + self.peers,
+            np.concatenate(
+                (
+                    np.full((count, many), Lane.PUSHED),
+                    np.full((count, 1), Lane.SENT),
+                    np.full((count, 1), -1),
+                    np.where(own, Lane.BEGUN, Lane.SUMMED),
+                    np.full((count, many), Lane.CREDIT),
+                ),
+                axis=1,
+            ),
+            np.concatenate(
+                (
+                    np.ones((count, many + 1), dtype=np.int64),
+                    own & (not self.crosses),
+                    np.ones((count, many + 1), dtype=np.int64),
+                ),
+                axis=1,
+            ),
+        )
+        columns = joined(first, steps)
+        if not last or self.areas.in_slot:  # whatever uses the slot next waits for all streams' ends
+            return Rows("rs.sum", columns, {ACCUMULATE: self.node_sums})
+        # The next collective writes where these partial sums lie; gradients need not wait for them.
+        released = len(columns.kind)
+        end = frames(np.array([True]), WAIT, self.position, Lane.SENT, min(self.depth, last))
+        return Rows("rs.sum", joined(columns, end), {ACCUMULATE: self.node_sums}, released)
+
+    def node_sums(self) -> Summed:
+        """The node's sums of its chunks, in rank order: partial sums, or the beginning of the running sum."""
+        work, outputs, areas = self.work(self.local), self.outputs, self.areas
+        parts = outputs.parts
+        row, of = ranges(parts.first[work.kind], parts.first[work.kind + 1])
+        index, turn = parts.index[row], work.some(of)
+        size = outputs.grad_size[index]
+        srcs = []
+        for local, source in enumerate(self.row):
+            if source == self.position:
+                srcs.append(outputs.gradient(row, turn.owner))
+            else:
+                # Places are spaced by the unit's widest gradient: a narrow segment may lie behind a wide one.
+                start = turn.pieces + (local - (local > self.local)) * turn.piece
+                srcs.append(outputs.placed(row, RECEIVE, start, areas.width, size))
+        own = turn.owner == self.position
+        sent = outputs.placed(row, PARTIAL, turn.partial, areas.wire_width, areas.wire_width)
+        kept = outputs.result(row, self.position, np.full(len(row), not self.crosses))
+        dst = Regions(
+            *(np.where(own, ours, theirs) for ours, theirs in zip(kept.columns(), sent.columns(), strict=True))
+        )
+        dtype = DTYPE["float32"] if self.crosses else outputs.out_dtype[index]
+        sums = Sums(
+            dst,
+            _nowhere(row),
+            Regions(*(np.stack(column, axis=1).ravel() for column in zip(*(s.columns() for s in srcs), strict=True))),
+            np.arange(len(row) + 1) * len(srcs),
+            np.zeros(len(row), dtype=bool),
+            parts.runs[row],
+            parts.count[row],
+            outputs.grad_dtype[index],
+            np.where(own, dtype, self.wire_dtype),
+        )
+        return parts.first[work.kind + 1] - parts.first[work.kind], sums
+
+    def crossing(self) -> Turns:
+        """The turns whose sums other nodes add."""
+        work = self.work(self.local)
+        return work.some(work.owner != self.position)
+
+    def wire(self) -> Rows:
         """Puts the partial sums to where they are summed further."""
-        steps: list[Step] = []
-        summed, sent = Wait(self.position, Lane.SUMMED), Signal(self.position, Lane.SENT)
-        work = [turn for turn in self.work(self.local) if turn.owner != self.position]
-        waited = len(work) - (self.depth if self.areas.in_slot else 0) if self.areas.ring else 0
-        for number, turn in enumerate(work):
-            peer, buffer, there, credit, carried = self.destination(turn)
-            key = ("put", turn.owner, turn.number, turn.partial, there)
-            transfers = self.memo.get(key)
-            if transfers is None:
-                transfers = self.memo[key] = tuple(
-                    Transfer(
-                        self.partial(segment, Buffer.PARTIAL, turn.partial),
-                        self.partial(segment, buffer, there),
-                        segment.runs,
-                        segment.count * self.areas.wire_width,
-                    )
-                    for segment in turn.chunk
-                )
-            steps += (summed, Wait(peer, credit), Put(peer, transfers, carried))
-            if number < waited:
-                steps.append(sent)
-        return steps
+        work = self.crossing()
+        count, to = len(work.owner), self.destinations(work)
+        waited = count - (self.depth if self.areas.in_slot else 0) if self.areas.ring else 0
+        keep = np.full((count, 4), True)
+        keep[:, 3] = np.arange(count) < waited
+        me, there = np.full(count, self.position), to.peer
+        columns = frames(
+            keep,
+            [WAIT, WAIT, PUT, SIGNAL],
+            np.stack((me, there, there, me), axis=1),
+            [Lane.SUMMED, to.credit, to.carried, Lane.SENT],
+            1,
+        )
+        return Rows("rs.wire", columns, {PUT: self.puts})
 
-    def destination(self, turn: Turn) -> Destination:
+    def puts(self) -> Moved:
+        """The partial sums, each from its place to its destination."""
+        work, outputs, size = self.crossing(), self.outputs, self.areas.wire_width
+        to, parts = self.destinations(work), outputs.parts
+        row, of = ranges(parts.first[work.kind], parts.first[work.kind + 1])
+        src = outputs.placed(row, PARTIAL, work.partial[of], size, size)
+        dst = outputs.placed(row, to.buffer, to.start[of], size, size)
+        return parts.first[work.kind + 1] - parts.first[work.kind], _transfers(
+            src, dst, parts.runs[row], parts.count[row] * size
+        )
+
+    def destinations(self, turns: Turns) -> Destinations:
         """The owner's wire area, a ring that is filled in the order of the owner's `incoming`."""
-        start = self.arrival(self.sender_turn(turn))
-        return Destination(turn.owner, Buffer.WIRE, start, Lane.WIRE_CREDIT, Lane.PARTIAL)
+        nodes = self.outputs.node[turns.owner]
+        earlier = (nodes - 1 - self.node) % self.team.nodes  # nodes whose partial sums come first
+        start = self.arrival(earlier * self.outputs.chunks[turns.owner] + turns.number)
+        return Destinations(turns.owner, start, WIRE, Lane.WIRE_CREDIT, Lane.PARTIAL)
 
-    def sender_turn(self, turn: Turn) -> int:
-        """Place of this node's chunk in the order in which its owner receives."""
-        node, _ = self.team.seat(turn.owner)
-        earlier = (node - 1 - self.node) % self.team.nodes  # nodes whose partial sums come first
-        return earlier * len(self.chunks(turn.owner)) + turn.number
-
-    def fold(self) -> list[Step]:
+    def fold(self) -> Rows | Stream:
         """Adds partial sums of other nodes to the running sum, in the order of the rounds; the last are final."""
-        incoming = self.incoming()
-        steps: list[Step] = [Signal(source, Lane.WIRE_CREDIT) for source, _, _ in incoming[: self.depth]]
-        chunks = len(self.chunks(self.position))
-        begun = Wait(self.position, Lane.BEGUN)
-        made: dict[tuple[int, int, bool], Accumulate] = {}
-        for turn, (source, number, chunk) in enumerate(incoming):
-            if turn < chunks:
-                steps.append(begun)
-            steps.append(Wait(source, Lane.PARTIAL))
-            last = turn >= len(incoming) - chunks
-            key = (number, turn % self.depth, last)
-            step = made.get(key)
-            if step is None:
-                sums = tuple(self.fold_sum(segment, self.arrival(turn), last) for segment in chunk)
-                step = made[key] = Accumulate(sums, final=last)
-            steps.append(step)
-            if turn + self.depth < len(incoming):
-                steps.append(Signal(incoming[turn + self.depth][0], Lane.WIRE_CREDIT))
-        return steps
+        source, _ = self.incoming()
+        count, chunks, turn = len(source), int(self.outputs.chunks[self.position]), np.arange(len(source))
+        ahead = source[: self.depth]
+        first = frames(np.full(len(ahead), True), SIGNAL, ahead, Lane.WIRE_CREDIT, 1)
+        later = turn + self.depth
+        keep = np.stack((turn < chunks, turn >= 0, turn >= 0, later < count), axis=1)
+        next_ = source[np.minimum(later, count - 1)]
+        peer = np.stack((np.full(count, self.position), source, np.full(count, -1), next_), axis=1)
+        one = np.ones(count, dtype=np.int64)
+        steps = frames(
+            keep,
+            [WAIT, WAIT, ACCUMULATE, SIGNAL],
+            peer,
+            [Lane.BEGUN, Lane.PARTIAL, -1, Lane.WIRE_CREDIT],
+            np.stack((one, one, turn >= count - chunks, one), axis=1),
+        )
+        return Rows("rs.fold", joined(first, steps), {ACCUMULATE: self.fold_sums})
 
-    def fold_sum(self, segment: Segment, start: int, last: bool) -> Sum:
-        """Adds one segment of a partial sum to the running sum; the last addition makes the output."""
-        running, out = self.running(segment), self.context.unit.parameters[segment.index].out_dtype
-        src = self.partial(segment, Buffer.WIRE, start)
-        dst, dtype = (self.out(segment), out) if last else (running, "float32")
-        return Sum((src,), self.wire_dtype, running, dst, dtype, segment.runs, segment.count)
+    def fold_sums(self) -> Summed:
+        """Additions of partial sums to the running sum; the last make the output."""
+        outputs, parts = self.outputs, self.outputs.parts
+        source, number = self.incoming()
+        kind = outputs.first_kind[self.position] + number
+        row, of = ranges(parts.first[kind], parts.first[kind + 1])
+        start = self.arrival(np.arange(len(source)))[of]
+        last = of >= len(source) - int(outputs.chunks[self.position])
+        src = outputs.placed(row, WIRE, start, self.areas.wire_width, self.areas.wire_width)
+        sums = self.continued(row, src, last, _full(self.wire_dtype, row))
+        return parts.first[kind + 1] - parts.first[kind], sums
+
+    def continued(self, row: Int64, src: Regions, last: Bools, dtype: Int64) -> Sums:
+        """Sums of one source each that continue the running sum."""
+        outputs, parts = self.outputs, self.outputs.parts
+        running = outputs.result(row, self.position, np.zeros(len(row), dtype=bool))
+        return Sums(
+            outputs.result(row, self.position, last),
+            running,
+            src,
+            np.arange(len(row) + 1),
+            np.ones(len(row), dtype=bool),
+            parts.runs[row],
+            parts.count[row],
+            dtype,
+            np.where(last, outputs.out_dtype[parts.index[row]], DTYPE["float32"]),
+        )
+
+
+def _transfers(src: Regions, dst: Regions, runs: Int64, length: Int64) -> Moves:
+    raw = _full(RAW, runs)
+    return Moves(src, dst, runs, length, length, raw, raw)
+
+
+def _full(value: int, like: Int64) -> Int64:
+    return np.full(len(like), value, dtype=np.int64)
+
+
+def _nowhere(like: Int64) -> Regions:
+    """The base of sums that have none."""
+    return Regions(_full(SHARD, like), _full(-1, like), _full(0, like), _full(0, like))

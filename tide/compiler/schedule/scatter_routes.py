@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tide.compiler.columns import ProgramRows
 from tide.compiler.schedule.areas import areas_of
 from tide.compiler.schedule.reduce_scatter import Builder
 from tide.compiler.schedule.switch import SwitchBuilder
@@ -24,9 +25,14 @@ def reduce_scatter_program(context: UnitContext, position: int, subset: Sequence
         Parameters that have a gradient this time; all trainable ones by default. Every rank must
         name the same.
     """
+    return reduce_scatter_rows(context, position, subset).program()
+
+
+def reduce_scatter_rows(context: UnitContext, position: int, subset: Sequence[int] | None = None) -> ProgramRows:
+    """The same as columns, from which the program is made."""
     chosen = tuple(i for i, p in enumerate(context.unit.parameters) if p.trainable) if subset is None else tuple(subset)
     builder = SwitchBuilder if context.by_switch and _fits(context, chosen) else Builder
-    return builder(context, position, chosen).build()
+    return builder(context, position, chosen).rows()
 
 
 def _fits(context: UnitContext, subset: tuple[int, ...]) -> bool:

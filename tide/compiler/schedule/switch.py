@@ -21,12 +21,14 @@ on the order of summation, so the bits of a result depend on the switch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from tide.compiler.schedule.chunks import Segment
-from tide.compiler.schedule.reduce_scatter import Builder, Destination, Item, Turn
-from tide.compiler.steps import Buffer, Lane, Program, Signal, Step, Stream, Sum, SwitchReduce, Wait
+import numpy as np
+
+from tide.compiler.columns import DTYPE, SPREAD, Rows
+from tide.compiler.schedule.reduce_scatter import Builder, Destinations, Turns
+from tide.compiler.shard import Int64
+from tide.compiler.steps import Lane, Signal, Step, Stream, Sum, SwitchReduce, Wait
 
 
 def group_sizes(nodes: int, per_node: int) -> tuple[int, ...]:
@@ -52,11 +54,10 @@ class Held(NamedTuple):
 class SwitchBuilder(Builder):
     """Writes the streams of one position where partial sums are summed in the switch."""
 
-    def build(self) -> Program:
+    def streams(self) -> list[Rows | Stream]:
         """All streams of the position."""
-        program = super().build()
-        more = (Stream("rs.hold", tuple(self.hold())), Stream("rs.free", tuple(self.free())))
-        return replace(program, streams=program.streams + more)
+        more = Stream("rs.hold", tuple(self.hold())), Stream("rs.free", tuple(self.free()))
+        return [*super().streams(), *more]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -70,16 +71,20 @@ class SwitchBuilder(Builder):
 
     # Work --------------------------------------------------------------------------------------
 
-    def order(self, local: int) -> list[Item]:
+    def order(self, local: int) -> tuple[Int64, Int64]:
         """Chunks for all nodes of a group by turns; the own output begins beside the first group."""
-        own = [(self.row[local], number, chunk) for number, chunk in enumerate(self.chunks(self.row[local]))]
-        items: list[Item] = []
+        own = [(self.row[local], number) for number in range(self.chunks(self.row[local]))]
+        items: list[tuple[int, int]] = []
         for held in self.held(local, ahead=True):
-            owner = self.owner(held, ahead=True)
-            items.append((owner, held.number, self.chunks(owner)[held.number]))
+            items.append((self.owner(held, ahead=True), held.number))
             if own:
                 items.append(own.pop(0))
-        return items + own
+        owner, number = np.array(items + own, dtype=np.int64).reshape(-1, 2).T
+        return owner, number
+
+    def chunks(self, owner: int) -> int:
+        """Chunks of the owner's output."""
+        return int(self.outputs.chunks[owner])
 
     def held(self, local: int, ahead: bool) -> Iterator[Held]:
         """What the rank with this local rank hosts, or (``ahead``) reduces for other nodes, in order."""
@@ -87,7 +92,7 @@ class SwitchBuilder(Builder):
         for group, size in enumerate(self.sizes):
             backs = [group * ranks + i for i in range(size)]
             rows = [Held(group, 0, back, (local - back) % ranks) for back in backs]
-            chunks = [len(self.chunks(self.owner(row, ahead))) for row in rows]
+            chunks = [self.chunks(self.owner(row, ahead)) for row in rows]
             for number in range(max(chunks)):
                 yield from (
                     row._replace(number=number) for row, most in zip(rows, chunks, strict=True) if number < most
@@ -117,13 +122,16 @@ class SwitchBuilder(Builder):
         index = (kind * self.ring + turn % self.ring) * self.team.per_node + held.local
         return index * self.context.receive.spread_chunk
 
-    def destination(self, turn: Turn) -> Destination:
-        """The rank on the own rail that hosts the partial sum of a turn, and the place there."""
-        node, local = self.team.seat(turn.owner)
-        back = (node - 1 - self.node) % self.team.nodes
-        held = Held(back // self.team.per_node, turn.number, back, local)
-        start = self.place(held, len(self.chunks(turn.owner)))
-        return Destination(self.team.grid[node][self.local], Buffer.SPREAD, start, Lane.SPREAD_CREDIT, Lane.SPREAD)
+    def destinations(self, turns: Turns) -> Destinations:
+        """The ranks on the own rail that host the partial sums of some turns, and the places there."""
+        peers, starts = [], []
+        for owner, number in zip(turns.owner.tolist(), turns.number.tolist(), strict=True):
+            node, local = self.team.seat(owner)
+            back = (node - 1 - self.node) % self.team.nodes
+            peers.append(self.team.grid[node][self.local])
+            starts.append(self.place(Held(back // self.team.per_node, number, back, local), self.chunks(owner)))
+        found = np.array(peers, dtype=np.int64), np.array(starts, dtype=np.int64)
+        return Destinations(*found, SPREAD, Lane.SPREAD_CREDIT, Lane.SPREAD)
 
     # Streams -----------------------------------------------------------------------------------
 
@@ -140,7 +148,7 @@ class SwitchBuilder(Builder):
         again: list[Step] = []
         ranks = self.team.per_node
         for held in self.held(self.local, ahead=False):
-            chunks = len(self.chunks(self.row[held.local]))
+            chunks = self.chunks(self.row[held.local])
             kind, turn, turns = self.turn(held, chunks)
             if turn < self.ring:
                 first.append(Signal(self.source(held.back), Lane.SPREAD_CREDIT))
@@ -150,7 +158,7 @@ class SwitchBuilder(Builder):
                 again.append(Signal(self.source(later * ranks + held.back % ranks), Lane.SPREAD_CREDIT))
         return first + again
 
-    def fold(self) -> list[Step]:
+    def fold(self) -> Rows | Stream:
         """Adds the partial sums of other nodes to the running sum, a group at a time; the last are final."""
         steps: list[Step] = []
         chunks, ranks = self.chunks(self.position), self.team.per_node
@@ -159,17 +167,18 @@ class SwitchBuilder(Builder):
             held = [Wait(host, Lane.HELD) for host in hosts]
             taken = [Signal(host, Lane.TAKEN) for host in hosts]
             holders, last = tuple(rank for rank in self.row if rank in hosts), group == len(self.sizes) - 1
-            for number, chunk in enumerate(chunks):
+            for number in range(chunks):
                 if group == 0:
                     steps.append(Wait(self.position, Lane.BEGUN))
-                start = self.place(Held(group, number, group * ranks, self.local), len(chunks))
-                sums = tuple(self.switch_sum(segment, start, last) for segment in chunk)
-                steps += [*held, SwitchReduce(tuple(self.row), holders, sums, final=last), *taken]
-        return steps
+                start = self.place(Held(group, number, group * ranks, self.local), chunks)
+                reduce = SwitchReduce(tuple(self.row), holders, self.switch_sums(number, start, last), final=last)
+                steps += [*held, reduce, *taken]
+        return Stream("rs.fold", tuple(steps))
 
-    def switch_sum(self, segment: Segment, start: int, last: bool) -> Sum:
-        """Adds one segment of a group's partial sums to the running sum; the last addition makes the output."""
-        running, out = self.running(segment), self.context.unit.parameters[segment.index].out_dtype
-        dst, dtype = (self.out(segment), out) if last else (running, "float32")
-        src = self.partial(segment, Buffer.SPREAD, start)
-        return Sum((src,), "float32", running, dst, dtype, segment.runs, segment.count)
+    def switch_sums(self, number: int, start: int, last: bool) -> tuple[Sum, ...]:
+        """Adds a chunk of a group's partial sums to the running sum; the last additions make the output."""
+        outputs, kind = self.outputs, int(self.outputs.first_kind[self.position]) + number
+        row = np.arange(outputs.parts.first[kind], outputs.parts.first[kind + 1])
+        src = outputs.placed(row, SPREAD, np.full(len(row), start), 4, 4)
+        dtype = np.full(len(row), DTYPE["float32"])
+        return tuple(self.continued(row, src, np.full(len(row), last), dtype).made())

@@ -11,23 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from tide.compiler.columns import COPY, MULTICAST, PLACE, PUT, RAW, SHARD, STORAGE, Bools, Regions
 from tide.compiler.shard import Int64
 from tide.compiler.verify.grid import Cover, Fault, Rects, rects
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.scene import Scene
 from tide.compiler.verify.storage import StorageMap, remainder, sheets
-from tide.compiler.verify.tables import (
-    COPY,
-    MULTICAST,
-    PLACE,
-    PUT,
-    RAW,
-    SHARD,
-    STORAGE,
-    Bools,
-    Regions,
-    Tables,
-)
+from tide.compiler.verify.tables import Tables
 
 #: Ranks whose storage is checked at a time; bounds the memory of the proof.
 _BLOCK = 64

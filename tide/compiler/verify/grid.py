@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from tide.compiler.columns import ranges
 from tide.compiler.shard import Int64
-from tide.compiler.verify.tables import ranges
 
 
 @dataclass(frozen=True, eq=False, slots=True)

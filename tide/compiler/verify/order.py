@@ -13,13 +13,16 @@ is proved holds, and it needs no vector clock of all ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from tide.compiler.columns import PUT, SIGNAL, WAIT, Bools
 from tide.compiler.shard import Int64
 from tide.compiler.steps import INITIAL_CREDIT, Lane
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import PUT, SIGNAL, WAIT, Bools, Tables, lane_name
+from tide.compiler.verify.tables import Tables, lane_name
 from tide.compiler.verify.words import strangers
 
 Int32 = npt.NDArray[np.int32]
@@ -42,14 +45,14 @@ class Order:
 
     Attributes
     ----------
-    level : ndarray of int64, shape (S,)
+    level : ndarray of int32 or int64, shape (S,)
         Round in which a step runs; sorting by (level, number) gives a legal order of all steps.
     credit_wait, credit_signal : ndarray of int64
         Waits that consume a signal of the *previous* collective on this slot, and the step of a
         collective whose signal the next one consumes: pairs of steps of the same counter.
     """
 
-    level: Int64
+    level: npt.NDArray[np.signedinteger[Any]]
     credit_wait: Int64
     credit_signal: Int64
 
@@ -72,7 +75,7 @@ class Order:
 
     def _match(self) -> None:
         t, scene = self.tables, self.scene
-        wrong = np.flatnonzero(np.isin(t.kind, (PUT, SIGNAL, WAIT)) & ((t.lane < 0) | (t.lane >= len(Lane))))
+        wrong = np.flatnonzero(t.is_kind(PUT, SIGNAL, WAIT) & ((t.lane < 0) | (t.lane >= len(Lane))))
         if len(wrong):
             scene.fail(f"no lane {t.lane[wrong[0]]}", step=t.describe(int(wrong[0])))
         signals, signal_key = self._by_counter((PUT, SIGNAL), "signalled")
@@ -119,13 +122,13 @@ class Order:
     def _by_counter(self, kinds: tuple[int, ...], verb: str) -> tuple[Int32, Int64]:
         """Steps that signal or wait, sorted by counter, and their counters; checks that each has one queue."""
         t = self.tables
-        steps = np.flatnonzero(np.isin(t.kind, kinds)).astype(np.int32)
+        steps = np.flatnonzero(t.is_kind(*kinds)).astype(np.int32)
         if not t.loaded.all():
             steps = steps[t.loaded[t.peer[steps]]]
         me, peer, lane = t.position(steps), t.peer[steps].astype(np.int64), t.lane[steps].astype(np.int64)
         key = self._counter(me, peer, lane) if WAIT in kinds else self._counter(peer, me, lane)
         del me, peer, lane
-        order = np.argsort(key, kind="stable")
+        order = _sorted(key)
         steps, key = steps[order], key[order]
         queue = t.queue[steps]
         mixed = np.flatnonzero((key[1:] == key[:-1]) & (queue[1:] != queue[:-1]))
@@ -192,10 +195,11 @@ class Order:
             done[moved] = np.where(ended, t.queue_stop[moved], waits_and_end[passed])
             if ended.any():
                 active = active[pointer[active] < stop[active]]
-        self.level = np.zeros(t.steps, dtype=np.int64)
+        narrow: type[np.signedinteger[Any]] = np.int32 if count * (turn + 1) < 2**31 else np.int64
+        self.level = np.zeros(t.steps, dtype=narrow)
         self.level[waits] = level
         # Within a queue, steps run in the round of the last wait before them.
-        offset = np.arange(count) * (turn + 1)
+        offset = (np.arange(count) * (turn + 1)).astype(narrow)
         for start in range(0, t.steps, _PART):
             part = slice(start, min(start + _PART, t.steps))
             self.level[part] += offset[t.queue[part]]
@@ -225,7 +229,7 @@ class Order:
         self._queues = len(t.queue_start)
         self._scale = t.steps + 1
         key = t.queue[waits].astype(np.int64) * self._queues + t.queue[sources]
-        order = np.argsort(key, kind="stable")  # waits ascend already
+        order = _sorted(key)  # waits ascend already
         key, waits, sources = key[order], waits[order], sources[order]
         self._known = np.zeros(0, dtype=np.int32)
         if len(key):  # running maxima within each pair of queues
@@ -330,6 +334,15 @@ class Order:
         theirs = np.where(queues >= 0, self.tables.queue_position[queues], -1) == position[:, None]
         holds: Bools = (theirs & (last >= 0)).any(axis=1) | (mine == position)
         return holds
+
+
+def _sorted(key: Int64) -> Int64:
+    """Stable order of keys that are not negative: 16 bits at a time, which NumPy sorts by counting."""
+    order = np.argsort((key & 0xFFFF).astype(np.uint16), kind="stable")
+    for shift in range(16, int(key.max(initial=0)).bit_length(), 16):
+        digit = ((key >> shift) & 0xFFFF).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+    return order
 
 
 def _running(key: Int64, count: Int32) -> tuple[Int64, Int64, Int64, Int64]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tide.compiler.columns import BUFFERS, DTYPE, OUT, PARTIAL, RUNNING, SIZES, Bools
 from tide.compiler.shard import Int64
 from tide.compiler.verify.grid import Cover, rects
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.reduce_columns import ReduceColumns
-from tide.compiler.verify.tables import BUFFERS, DTYPE, OUT, PARTIAL, RUNNING, SIZES, Bools
 
 _FLOAT32 = DTYPE["float32"]
 
@@ -103,7 +103,7 @@ class OutputProof:
     ) -> None:
         self.c, self.scene, self.tables = columns, columns.scene, columns.tables
         self.order, self.owners, self.arrived, self.pieces = order, owners, arrived, pieces
-        self.weight = np.ones(len(columns.rows), dtype=np.int64) if weight is None else weight
+        self.weight = np.ones(columns.rows, dtype=np.int64) if weight is None else weight
 
     def run(self) -> None:
         """Every element of the output gets every node's sum once, in order, and is final once."""
@@ -142,7 +142,7 @@ class OutputProof:
         if len(bad := np.flatnonzero(~kept & (self.c.dst.buffer != PARTIAL))):
             self.c.fail_sum(int(bad[0]), f"writes into {BUFFERS[int(self.c.dst.buffer[bad[0]])].value}")
         rows = np.flatnonzero(kept & self.owners[self.c.me])
-        counts = np.bincount(self.c.src_of, minlength=len(self.c.rows))
+        counts = np.bincount(self.c.src_of, minlength=self.c.rows)
         own = self.c.node_sum[rows]
         if len(bad := np.flatnonzero(~own & (counts[rows] != 1))):
             self.c.fail_sum(int(rows[bad[0]]), "adds more than one partial sum at a time")

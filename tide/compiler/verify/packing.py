@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tide.compiler.columns import BUFFERS, GRAD, PLACE, STAGED, Bools, Moves, Regions, ranges
 from tide.compiler.shard import Int64
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import BUFFERS, GRAD, PLACE, STAGED, Access, Bools, Moves, Regions, Tables, ranges
+from tide.compiler.verify.tables import Access, Tables
 
 
 def unpacked(scene: Scene, tables: Tables, access: Access, positions: Bools | None, area: tuple[int, int]) -> Access:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tide.compiler.columns import BUFFERS, KIND_NAMES, Bools, ProgramRows, Rows
 from tide.compiler.compile import COLLECTIVES, Compiled
 from tide.compiler.model import Unit
-from tide.compiler.schedule import UnitContext, all_gather_program, reduce_scatter_program
+from tide.compiler.schedule import UnitContext, all_gather_program, reduce_scatter_rows
 from tide.compiler.shard import Int64
 from tide.compiler.steps import Copy, Multicast, Program, Put, Signal, Step, SwitchReduce, Wait
 from tide.compiler.verify.arena import check_arena
@@ -20,7 +21,7 @@ from tide.compiler.verify.gather import GatherProof
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.reduce import ReduceProof
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import BUFFERS, Bools, Tables
+from tide.compiler.verify.tables import Tables
 from tide.errors import InputError, PlanError
 from tide.topology import Team
 
@@ -250,14 +251,14 @@ def _proved(compiled: Compiled, ranks: Sequence[int] | None) -> set[int]:
     return held if ranks is None else held & set(ranks)
 
 
-def _program(compiled: Compiled, job: _Job, collective: str, position: int) -> Program:
+def _program(compiled: Compiled, job: _Job, collective: str, position: int) -> Program | ProgramRows:
     """Program of a position, without filling the plan's cache with those of all ranks."""
     damaged = compiled.overrides.get((job.unit.name, collective, job.ranks[position]))
     if damaged is not None and (collective == "all_gather" or _is_default(compiled, job)):
         return damaged
     if collective == "all_gather":
         return all_gather_program(job.context, position)
-    return reduce_scatter_program(job.context, position)
+    return reduce_scatter_rows(job.context, position)
 
 
 def _is_default(compiled: Compiled, job: _Job) -> bool:
@@ -265,28 +266,33 @@ def _is_default(compiled: Compiled, job: _Job) -> bool:
     return bool(job.context.slot_bytes) == compiled.options.slot_reuse
 
 
-def _peers(program: Program, *kinds: type[Step]) -> set[int]:
+def _peers(program: Program | ProgramRows, *kinds: type[Step]) -> set[int]:
     """Positions that steps of the given kinds name."""
     found: set[int] = set()
-    for _, _, step in program.steps():
-        if not isinstance(step, kinds):
+    codes = [KIND_NAMES.index(kind.__name__) for kind in kinds]
+    for stream in program.streams:
+        if isinstance(stream, Rows):
+            found.update(np.unique(stream.columns.peer[np.isin(stream.columns.kind, codes)]).tolist())
             continue
-        if isinstance(step, Multicast | SwitchReduce):
-            found |= set(step.peers)
-        elif isinstance(step, Copy | Put | Signal | Wait):
-            found.add(step.peer)
+        for step in stream.steps:
+            if not isinstance(step, kinds):
+                continue
+            if isinstance(step, Multicast | SwitchReduce):
+                found |= set(step.peers)
+            elif isinstance(step, Copy | Put | Signal | Wait):
+                found.add(step.peer)
     return found
 
 
-def _load(compiled: Compiled, job: _Job, collective: str) -> tuple[Iterable[Program], Bools, Bools]:
+def _load(compiled: Compiled, job: _Job, collective: str) -> tuple[Iterable[Program | ProgramRows], Bools, Bools]:
     """Programs to look at, and the positions whose memory and whose outputs they prove."""
     size = len(job.ranks)
     near, far = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if len(job.positions) == size:
         return (_program(compiled, job, collective, p) for p in range(size)), ~near, ~far
-    kept: dict[int, Program] = {}
+    kept: dict[int, Program | ProgramRows] = {}
 
-    def program(position: int) -> Program:
+    def program(position: int) -> Program | ProgramRows:
         if position not in kept:
             kept[position] = _program(compiled, job, collective, position)
         return kept[position]
@@ -294,7 +300,7 @@ def _load(compiled: Compiled, job: _Job, collective: str) -> tuple[Iterable[Prog
     own = {p for p in job.positions}
     around = own.union(*(_peers(program(p), Copy, Multicast, SwitchReduce) for p in own))
     # Where the switch sums, what an owner adds is put to other ranks of its node, too.
-    switched = any(isinstance(step, SwitchReduce) for p in own for _, _, step in program(p).steps())
+    switched = any(_peers(program(p), SwitchReduce) for p in own)
     asked = around if collective == "all_gather" or switched else own
     loaded = around.union(*(_peers(program(p), Copy, Put, Multicast, Signal, Wait) for p in asked))
     if collective == "reduce_scatter":

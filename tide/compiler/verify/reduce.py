@@ -11,17 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tide.compiler.schedule.areas import areas_of
-from tide.compiler.shard import Int64
-from tide.compiler.verify.gather import check_routes
-from tide.compiler.verify.order import Order
-from tide.compiler.verify.outputs import OutputProof, Pieces
-from tide.compiler.verify.reduce_columns import ReduceColumns
-from tide.compiler.verify.rings import RingAccess, Rings, only
-from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.slot import check_areas, check_overlay
-from tide.compiler.verify.switch import SwitchSums, accesses, check_switch_sums
-from tide.compiler.verify.tables import (
+from tide.compiler.columns import (
     BUFFERS,
     COPY,
     DTYPE,
@@ -34,14 +24,23 @@ from tide.compiler.verify.tables import (
     SPREAD,
     STAGED,
     WIRE,
-    Access,
     Bools,
     Regions,
-    Tables,
 )
+from tide.compiler.schedule.areas import areas_of
+from tide.compiler.shard import Int64
+from tide.compiler.verify.gather import check_routes
+from tide.compiler.verify.order import Order
+from tide.compiler.verify.outputs import OutputProof, Pieces
+from tide.compiler.verify.reduce_columns import ReduceColumns
+from tide.compiler.verify.rings import RingAccess, Rings, only
+from tide.compiler.verify.scene import Scene
+from tide.compiler.verify.slot import check_areas, check_overlay
+from tide.compiler.verify.switch import SwitchSums, accesses, check_switch_sums
+from tide.compiler.verify.tables import Tables
 
-#: Ranks that are proved at a time; bounds the memory of the proof.
-_BLOCK = 128
+#: Ranks that are proved at a time; bounds the memory of the proof, whose arrays are fastest where caches hold them.
+_BLOCK = 32
 
 
 def _blocks(grid: Int64) -> Iterator[Bools]:
@@ -87,8 +86,8 @@ class ReduceProof:
         check_routes(scene, tables)
         check_areas(scene, self.areas, bool(tables.in_slot))
         grid = np.array(scene.context.team.grid, dtype=np.int64)
-        pieces = Pieces.empty(len(tables.access(PUT).step))
-        puts, moved = tables.access(PUT), 0
+        puts, moved = tables.access(PUT).source, 0
+        pieces = Pieces.empty(len(puts))
         for rows in _blocks(grid):
             moved += self._node_phase(rows, puts, pieces)
         # The switch sums over ranks of several rails.
@@ -96,7 +95,7 @@ class ReduceProof:
             moved += self._rail_phase(lanes, puts, pieces)
         return moved
 
-    def _node_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
+    def _node_phase(self, block: Bools, puts: Int64, pieces: Pieces) -> int:
         """Proves what happens within some nodes, and notes what their puts carry; returns bytes pushed."""
         block = block & self.tables.loaded
         self.c = ReduceColumns(self.scene, self.tables, block, self._staged())
@@ -111,17 +110,17 @@ class ReduceProof:
         if self.areas.in_slot and not self.areas.ring:
             check_overlay(self.scene, self.areas, receive, partial)
         here = np.flatnonzero(self.tables.kind[self.c.moves.step] == PUT)
-        pieces.note(np.flatnonzero(block[puts.source]), self.c, carried[here])
+        pieces.note(np.flatnonzero(block[puts]), self.c, carried[here])
         m = self.c.moves
         sent = np.flatnonzero((self.tables.kind[m.step] == COPY) & self.subjects[m.target])
         return int((m.moves.runs[sent] * m.moves.dst_length[sent]).sum())
 
-    def _rail_phase(self, block: Bools, puts: Access, pieces: Pieces) -> int:
+    def _rail_phase(self, block: Bools, puts: Int64, pieces: Pieces) -> int:
         """Proves what happens on some rails; returns bytes put."""
         self.c = ReduceColumns(self.scene, self.tables, block & self.tables.loaded, self._staged(), copies=False)
         wire, arrived = self._ring(WIRE, self.owners & block)
         self._finish(wire)
-        rows = np.flatnonzero((block & self.tables.loaded)[puts.source])  # the puts of this block, in their order
+        rows = np.flatnonzero((block & self.tables.loaded)[puts])  # the puts of this block, in their order
         weight = None
         if self.tables.switch:
             found = self._switch_phase(pieces[rows])
@@ -184,7 +183,7 @@ class ReduceProof:
         of = self.c.src_of[from_grad]
         length = self.c.count[of] * SIZES[self.c.src_dtype[of]]
         self._check_gradients(self.c.src[from_grad], self.c.runs[of], length, self.c.row_step[of])
-        wrong = (self.c.runs < 1) | (self.c.count < 1) | (np.bincount(self.c.src_of, minlength=len(self.c.rows)) < 1)
+        wrong = (self.c.runs < 1) | (self.c.count < 1) | (np.bincount(self.c.src_of, minlength=self.c.rows) < 1)
         if len(bad := np.flatnonzero(wrong)):
             self.scene.fail("sums nothing", step=tables.describe(int(self.c.row_step[bad[0]])))
 
@@ -237,7 +236,7 @@ class ReduceProof:
         """
         m, step = self.c.moves.moves, self.c.moves.step
         if buffer == PARTIAL:
-            some, rows = self.c.dst.buffer == PARTIAL, np.arange(len(self.c.rows))
+            some, rows = self.c.dst.buffer == PARTIAL, np.arange(self.c.rows)
             size = self.c.count * SIZES[self.c.dst_dtype]
             writes = RingAccess(self.c.row_step, self.c.me, self.c.dst, self.c.runs, size, rows)
             writes = only(writes, some & subjects[self.c.me])
@@ -282,7 +281,7 @@ class ReduceProof:
             self.c.fail_sum(int(self.c.src_of[bad[0]]), f"cannot sum {BUFFERS[int(self.c.src.buffer[bad[0]])].value}")
         of = self.c.src_of
         want = self.c.grid[self.c.seat[self.c.me, 0]]  # (row, local)
-        counts = np.bincount(of, minlength=len(self.c.rows))
+        counts = np.bincount(of, minlength=self.c.rows)
         if len(bad := np.flatnonzero(subject & (counts != want.shape[1]))):
             self.c.fail_sum(int(bad[0]), f"sums {counts[bad[0]]} pieces, but the node has {want.shape[1]} ranks")
         rows = np.flatnonzero(subject[of])

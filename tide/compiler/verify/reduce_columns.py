@@ -7,26 +7,12 @@ from typing import NoReturn
 
 import numpy as np
 
+from tide.compiler.columns import COPY, DTYPE, GRAD, OUT, PLACE, PUT, RAW, RUNNING, SIZES, SPREAD, WIRE, Bools
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import Int64
 from tide.compiler.verify.packing import unpacked
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import (
-    COPY,
-    DTYPE,
-    GRAD,
-    OUT,
-    PLACE,
-    PUT,
-    RAW,
-    RUNNING,
-    SIZES,
-    SPREAD,
-    WIRE,
-    Bools,
-    Tables,
-    ranges,
-)
+from tide.compiler.verify.tables import Tables
 
 
 class ReduceColumns:
@@ -51,6 +37,8 @@ class ReduceColumns:
         Pushes, those of packed gradients taken apart, and puts.
     casts : Access
         Packing.
+    rows : int
+        Number of sums.
     row_step, me : ndarray of int64
         Step and position of each sum; its other columns are those of :class:`Sums`.
     src, src_of, ordinal
@@ -85,27 +73,27 @@ class ReduceColumns:
         if copies:
             self.moves = unpacked(scene, tables, self.moves, positions, staged)
         self.casts = tables.access(PLACE, positions=positions)
-        self.rows, self.row_step = tables.sum_rows(positions)
-        sums = tables.sums
-        self.dst, self.base, self.based = sums.dst[self.rows], sums.base[self.rows], sums.based[self.rows]
-        self.runs, self.count = sums.runs[self.rows], sums.count[self.rows]
-        self.src_dtype, self.dst_dtype = sums.src_dtype[self.rows], sums.dst_dtype[self.rows]
+        self.row_step, sums = tables.summed(positions)
+        self.rows = len(self.row_step)
+        self.dst, self.base, self.based = sums.dst, sums.base, sums.based
+        self.runs, self.count = sums.runs, sums.count
+        self.src_dtype, self.dst_dtype = sums.src_dtype, sums.dst_dtype
         self.me = tables.position(self.row_step)
-        src, self.src_of = ranges(sums.first[self.rows], sums.first[self.rows + 1])
-        self.src = sums.srcs[src]
-        sources = sums.first[self.rows + 1] - sums.first[self.rows]
-        self.ordinal = np.arange(len(src)) - (np.cumsum(sources) - sources)[self.src_of]
+        self.src = sums.srcs
+        sources = np.diff(sums.first)
+        self.src_of = np.repeat(np.arange(self.rows), sources)
+        self.ordinal = np.arange(len(self.src_of)) - sums.first[self.src_of]
 
     @cached_property
     def node_sum(self) -> Bools:
         """Whether a sum adds the gradients of the node (rather than a partial sum from another node)."""
         far = np.isin(self.src.buffer, (WIRE, SPREAD))
-        return np.asarray(np.bincount(self.src_of, weights=far, minlength=len(self.rows)) == 0)
+        return np.asarray(np.bincount(self.src_of, weights=far, minlength=self.rows) == 0)
 
     @cached_property
     def own(self) -> Int64:
         """For each node sum, its source in the rank's own gradient; -1 where there is none."""
-        own = np.full(len(self.rows), -1, dtype=np.int64)
+        own = np.full(self.rows, -1, dtype=np.int64)
         from_grad = np.flatnonzero(self.src.buffer == GRAD)
         own[self.src_of[from_grad]] = from_grad
         return own

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tide.compiler.columns import BUFFERS, PARTIAL, RECEIVE, SPREAD, WIRE, Bools, Regions
 from tide.compiler.schedule.areas import Areas
 from tide.compiler.shard import Int64
 from tide.compiler.verify.order import Order
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import BUFFERS, PARTIAL, RECEIVE, SPREAD, WIRE, Bools, Regions, Tables
+from tide.compiler.verify.tables import Tables
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from tide.compiler.columns import DTYPE, RAW, SHARD, SIZES, STORAGE, Bools, Regions, ranges
 from tide.compiler.dtypes import itemsize
 from tide.compiler.shard import Int64
 from tide.compiler.verify.grid import Rects, rects
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import DTYPE, RAW, SHARD, SIZES, STORAGE, Access, Bools, Regions, Tables, ranges
+from tide.compiler.verify.tables import Access, Tables
 
 #: Marks alignment bytes of a bundle segment, which belong to no parameter.
 PAD = -2

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tide.compiler.columns import DTYPE, SIGNAL, SPREAD, SWITCH, Bools, Regions
 from tide.compiler.shard import Int64
 from tide.compiler.steps import Lane
 from tide.compiler.verify.order import Order
@@ -18,7 +19,7 @@ from tide.compiler.verify.outputs import Pieces
 from tide.compiler.verify.reduce_columns import ReduceColumns
 from tide.compiler.verify.rings import RingAccess, Rings, only
 from tide.compiler.verify.scene import Scene
-from tide.compiler.verify.tables import DTYPE, SIGNAL, SPREAD, SWITCH, Bools, Regions, Tables
+from tide.compiler.verify.tables import Tables
 
 _FLOAT32 = DTYPE["float32"]
 
@@ -80,7 +81,7 @@ def check_switch_sums(
         again = "twice" if back[at] == back[at + 1] else "without those before it"
         node = (int(c.seat[c.me[row[at]], 0]) - 1 - int(back[at + 1])) % nodes
         c.fail_sum(int(row[at]), f"adds the sum of node {node} {again}")
-    arrived, weight = np.full(len(c.src_of), -1, dtype=np.int64), np.ones(len(c.rows), dtype=np.int64)
+    arrived, weight = np.full(len(c.src_of), -1, dtype=np.int64), np.ones(c.rows, dtype=np.int64)
     source = np.searchsorted(c.src_of, row[head])
     arrived[source] = put[head]
     weight[row[head]] = np.diff(np.append(np.flatnonzero(head), len(row)))
@@ -117,8 +118,8 @@ def _switch_sums(scene: Scene, tables: Tables, columns: ReduceColumns, positions
     """Rows of the switch sums of some positions; checks what they are."""
     c = columns
     switched = tables.kind[c.row_step] == SWITCH
-    spread = np.bincount(c.src_of, weights=c.src.buffer == SPREAD, minlength=len(c.rows))
-    counts = np.bincount(c.src_of, minlength=len(c.rows))
+    spread = np.bincount(c.src_of, weights=c.src.buffer == SPREAD, minlength=c.rows)
+    counts = np.bincount(c.src_of, minlength=c.rows)
     if len(bad := np.flatnonzero(~switched & (spread > 0))):
         c.fail_sum(int(bad[0]), "reads a spread area by itself; only the switch sums what lies there")
     if len(bad := np.flatnonzero(switched & ((spread != 1) | (counts != 1)))):

@@ -2,7 +2,8 @@
 
 Steps are numbered through all loaded programs, queue by queue, so that the order of two numbers of one
 queue is the order in which their steps run. A *queue* is one stream of one position. Payloads (the
-transfers, casts or sums of a step) are stored once however many steps carry the same object.
+transfers, casts or sums of a step) are stored once however many steps carry the same object; those of streams
+that come as columns are made anew when they are asked for, so that only some positions' are held at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,38 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tide.compiler.dtypes import ITEMSIZE
+from tide.compiler.columns import (
+    ACCUMULATE,
+    BUFFERS,
+    COPY,
+    DTYPE,
+    GRAD,
+    KIND_NAMES,
+    MULTICAST,
+    PARTIAL,
+    PLACE,
+    PUT,
+    RAW,
+    RECEIVE,
+    SIGNAL,
+    SIZES,
+    SPREAD,
+    STAGED,
+    STEP_TYPES,
+    STORAGE,
+    SWITCH,
+    WAIT,
+    WIRE,
+    Bools,
+    Moves,
+    Payloads,
+    ProgramRows,
+    Regions,
+    Rows,
+    Sums,
+    of_kinds,
+    ranges,
+)
 from tide.compiler.shard import Int64
 from tide.compiler.steps import (
     Accumulate,
@@ -33,89 +65,10 @@ from tide.compiler.steps import (
 )
 from tide.compiler.verify.scene import Scene
 
-Bools = npt.NDArray[np.bool_]
-
-PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE, SWITCH = range(8)
-KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate", "SwitchReduce")
-
-BUFFERS = tuple(Buffer)
-SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, SPREAD, RUNNING, OUT, STAGED = range(10)
-_BUFFER = {id(buffer): code for code, buffer in enumerate(BUFFERS)}  # by identity: hashing an Enum is slow
-assert " ".join(b.value for b in BUFFERS) == "shard storage grad receive partial wire spread running out staged"
-
-DTYPES = tuple(ITEMSIZE)
-DTYPE = {name: code for code, name in enumerate(DTYPES)}
-SIZES = np.array([ITEMSIZE[name] for name in DTYPES], dtype=np.int64)
-#: Types of the columns of steps: kind, peer, lane, count, payload. There may be tens of millions of steps.
-_ROW = (np.int8, np.int32, np.int8, np.int32, np.int32)
-#: Dtype code of transfers, which move bytes.
-RAW = -1
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Regions:
-    """Columns of regions: equal runs in one buffer each."""
-
-    buffer: Int64
-    index: Int64
-    offset: Int64
-    pitch: Int64
-
-    def __getitem__(self, rows: Any) -> Regions:
-        return Regions(self.buffer[rows], self.index[rows], self.offset[rows], self.pitch[rows])
-
-    @classmethod
-    def of(cls, regions: Sequence[Region]) -> Regions:
-        """Columns of a sequence of regions."""
-        buffer = [_BUFFER[id(r.buffer)] for r in regions]
-        return cls(
-            np.array(buffer, dtype=np.int64),
-            np.array([r.index for r in regions], dtype=np.int64),
-            np.array([r.offset for r in regions], dtype=np.int64),
-            np.array([r.pitch for r in regions], dtype=np.int64),
-        )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Moves:
-    """Transfers and casts: rows of the payload store, or (gathered) one row a step and destination.
-
-    ``src_dtype`` and ``dst_dtype`` are codes into :data:`DTYPES`, or :data:`RAW`; lengths are bytes.
-    """
-
-    src: Regions
-    dst: Regions
-    runs: Int64
-    src_length: Int64
-    dst_length: Int64
-    src_dtype: Int64
-    dst_dtype: Int64
-
-    def __getitem__(self, rows: Any) -> Moves:
-        return Moves(
-            self.src[rows],
-            self.dst[rows],
-            self.runs[rows],
-            self.src_length[rows],
-            self.dst_length[rows],
-            self.src_dtype[rows],
-            self.dst_dtype[rows],
-        )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Sums:
-    """Sums: ``based`` tells whether a row has a base; sources of row ``i`` are ``first[i] : first[i + 1]``."""
-
-    dst: Regions
-    base: Regions
-    based: Bools
-    runs: Int64
-    count: Int64
-    src_dtype: Int64
-    dst_dtype: Int64
-    first: Int64
-    srcs: Regions
+#: Types of the columns of steps, with that of the payload.
+_ROW = (*STEP_TYPES, np.int32)
+#: Kinds of steps that sum; the others with a payload move.
+_SUMMING = (ACCUMULATE, SWITCH)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -128,16 +81,8 @@ class Access:
     moves: Moves
 
 
-def ranges(starts: Int64, stops: Int64) -> tuple[Int64, Int64]:
-    """All integers of the ranges ``starts[i] : stops[i]``, and the ``i`` of each."""
-    lengths = np.maximum(stops - starts, 0)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return starts[owner] + within, owner
-
-
-class Payloads:
-    """Stores each distinct payload once."""
+class Store:
+    """Payloads of steps that are Python objects; each distinct one is stored once."""
 
     def __init__(self) -> None:
         self._kept: list[object] = []  # payloads are told apart by identity, so they must stay alive
@@ -186,13 +131,13 @@ class Payloads:
         return Sums(
             Regions.of([r.dst for r in rows]),
             Regions.of([r.base or none for r in rows]),
+            Regions.of([src for r in rows for src in r.srcs]),
+            np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
             np.array([r.base is not None for r in rows], dtype=bool),
             np.array([r.runs for r in rows], dtype=np.int64),
             np.array([r.count for r in rows], dtype=np.int64),
             np.array([DTYPE[r.src_dtype] for r in rows], dtype=np.int64),
             np.array([DTYPE[r.dst_dtype] for r in rows], dtype=np.int64),
-            np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
-            Regions.of([src for r in rows for src in r.srcs]),
         )
 
 
@@ -203,7 +148,7 @@ class Tables:
     ----------
     scene : Scene
         What is being proved.
-    programs : iterable of Program
+    programs : iterable of Program or ProgramRows
         Programs of some or all positions, in ascending order of position.
 
     Attributes
@@ -219,22 +164,23 @@ class Tables:
     loaded : ndarray of bool, shape (positions,)
         Positions whose program is loaded.
     queue, kind, peer, lane, count, payload : ndarray, shape (S,)
-        Queue and fields of each step; ``payload`` is -1 where there is none. ``count`` is 1 for a put
+        Queue and fields of each step; ``payload`` is -1 where none is stored. ``count`` is 1 for a put
         (which signals once), and 1 for an ``Accumulate`` that is final.
     """
 
-    def __init__(self, scene: Scene, programs: Iterable[Program]) -> None:
+    def __init__(self, scene: Scene, programs: Iterable[Program | ProgramRows]) -> None:
         self.scene = scene
         self.streams: list[str] = []
         self.release: dict[int, tuple[str, ...]] = {}
         self.in_slot: bool | None = None
-        self._payloads = Payloads()
+        self._payloads = Store()
         self.multicast: dict[int, tuple[int, ...]] = {}
         self.switch: dict[int, SwitchReduce] = {}
         self.loaded = np.zeros(scene.size, dtype=bool)
         queues: list[tuple[int, int, int]] = []
         released: list[int] = []
         columns: list[tuple[npt.NDArray[Any], ...]] = []
+        self._made: dict[int, Payloads] = {}  # by queue
         self.steps = 0
         for program in programs:
             if program.collective != scene.collective:
@@ -250,10 +196,16 @@ class Tables:
             for stream in program.streams:
                 if stream.name not in self.streams:
                     self.streams.append(stream.name)
-                queues.append((program.position, self.streams.index(stream.name), len(stream.steps)))
-                released.append(len(stream.steps) if stream.released is None else stream.released)
-                columns.append(self._rows(stream.steps))
-                self.steps += len(stream.steps)
+                if isinstance(stream, Rows):
+                    self._made[len(queues)] = stream.payloads
+                    none = np.broadcast_to(np.int32(-1), stream.columns.kind.shape)
+                    columns.append((*stream.columns, none))
+                else:
+                    columns.append(self._rows(stream.steps))
+                length = len(columns[-1][0])
+                queues.append((program.position, self.streams.index(stream.name), length))
+                released.append(length if stream.released is None else stream.released)
+                self.steps += length
         shape = np.array(queues, dtype=np.int64).reshape(-1, 3)
         self.queue_position, self.queue_stream = shape[:, 0].copy(), shape[:, 1].copy()
         self.queue_stop = np.cumsum(shape[:, 2])
@@ -267,9 +219,11 @@ class Tables:
         self.payload, self.count, self.lane, self.peer, self.kind = (np.concatenate(parts.pop()) for _ in _ROW)
         self._check_peers()
         self._bounds = self._payloads.bounds()
-        self.moves = self._payloads.moves()
-        self.sums = self._payloads.sums()
-        self._check_regions()
+        self._moves = self._payloads.moves()
+        self._sums = self._payloads.sums()
+        stored = self.payload >= 0
+        self._check_moves(self._moves, stored & ~self.is_kind(*_SUMMING))
+        self._check_sums(self._sums, stored & self.is_kind(*_SUMMING))
 
     def _rows(self, steps: Sequence[Step]) -> tuple[npt.NDArray[Any], ...]:
         """Columns of the steps of a stream; streams repeat their signals and waits, each is looked at once."""
@@ -307,36 +261,42 @@ class Tables:
         self.scene.fail(f"no proof covers steps of type {kind.__name__}")
 
     def _check_peers(self) -> None:
-        named = np.isin(self.kind, (WAIT, SIGNAL, COPY, PUT))
+        named = self.is_kind(WAIT, SIGNAL, COPY, PUT)
         wrong = np.flatnonzero(named & ((self.peer < 0) | (self.peer >= self.scene.size)))
         if len(wrong):
             step = int(wrong[0])
             self.scene.fail(f"names position {self.peer[step]} of {self.scene.size}", step=self.describe(step))
-        wrong = np.flatnonzero(np.isin(self.kind, (WAIT, SIGNAL)) & (self.count < 1))
+        wrong = np.flatnonzero(self.is_kind(WAIT, SIGNAL) & (self.count < 1))
         if len(wrong):
             step = int(wrong[0])
             self.scene.fail(f"counts {self.count[step]} signals", step=self.describe(step))
 
-    def _check_regions(self) -> None:
-        """Memory of the arena has no index; the rest is of a parameter."""
-        m, s = self.moves, self.sums
-        sources = np.repeat(np.arange(len(s.runs)), np.diff(s.first))
-        for of_sums, region, row in (
-            (False, m.src, np.arange(len(m.runs))),
-            (False, m.dst, np.arange(len(m.runs))),
-            (True, s.dst, np.arange(len(s.runs))),
-            (True, s.base[s.based], np.flatnonzero(s.based)),
-            (True, s.srcs, sources),
-        ):
+    def _check_moves(self, moves: Moves, of: Bools | Int64) -> None:
+        self._check_regions(of, (moves.src, moves.dst), None)
+
+    def _check_sums(self, sums: Sums, of: Bools | Int64) -> None:
+        based, sources = np.flatnonzero(sums.based), np.repeat(np.arange(len(sums.runs)), np.diff(sums.first))
+        self._check_regions(of, (sums.dst,), None)
+        self._check_regions(of, (sums.base[based],), based)
+        self._check_regions(of, (sums.srcs,), sources)
+
+    def _check_regions(self, of: Bools | Int64, regions: tuple[Regions, ...], rows: Int64 | None) -> None:
+        """Memory of the arena has no index; the rest is of a parameter.
+
+        ``rows`` are those of the payloads, and ``of`` the step of each; of stored ones, which steps may carry them.
+        """
+        for region in regions:
             in_arena = np.isin(region.buffer, (STORAGE, RECEIVE, PARTIAL, WIRE, SPREAD, STAGED))
             limit = np.where(in_arena, 1, len(self.scene.parameters))
             bad = np.flatnonzero((region.index < 0) | (region.index >= limit))
             if not len(bad):
                 continue
-            kinds = (self.payload >= 0) & (np.isin(self.kind, (ACCUMULATE, SWITCH)) == of_sums)
-            bounds = self._bounds[np.maximum(self.payload, 0)]
-            at = row[bad[0]]
-            step = int(np.flatnonzero(kinds & (bounds[:, 0] <= at) & (at < bounds[:, 1]))[0])
+            at = int(bad[0] if rows is None else rows[bad[0]])
+            if of.dtype == bool:
+                bounds = self._bounds[np.maximum(self.payload, 0)]
+                step = int(np.flatnonzero(of & (bounds[:, 0] <= at) & (at < bounds[:, 1]))[0])
+            else:
+                step = int(of[at])
             name = BUFFERS[int(region.buffer[bad[0]])].value
             self.scene.fail(f"names {name} [{region.index[bad[0]]}], which there is not", step=self.describe(step))
 
@@ -345,9 +305,13 @@ class Tables:
         found: Int64 = self.queue_position[self.queue[steps]]
         return found
 
+    def is_kind(self, *kinds: int) -> Bools:
+        """Whether each step is of one of the given kinds."""
+        return of_kinds(self.kind, kinds)
+
     def of_kind(self, *kinds: int) -> Int64:
         """Numbers of all steps of the given kinds."""
-        return np.flatnonzero(np.isin(self.kind, kinds)).astype(np.int64)
+        return np.flatnonzero(self.is_kind(*kinds)).astype(np.int64)
 
     def of_kind_at(self, positions: Bools | None, *kinds: int) -> Int64:
         """Steps of the given kinds, only those of some positions if ``positions`` is given."""
@@ -355,15 +319,19 @@ class Tables:
             return self.of_kind(*kinds)
         queues = np.flatnonzero(positions[self.queue_position])
         steps, _ = ranges(self.queue_start[queues], self.queue_stop[queues])
-        found: Int64 = steps[np.isin(self.kind[steps], kinds)]
+        found: Int64 = steps[of_kinds(self.kind[steps], kinds)]
         return found
 
     def access(self, *kinds: int, positions: Bools | None = None) -> Access:
-        """All moves of the steps of the given kinds; a multicast gives one row for each destination."""
+        """All moves of the steps of the given kinds, in their order; a multicast gives one row for each destination."""
         steps = self.of_kind_at(positions, *kinds)
+        steps = steps[self.payload[steps] >= 0]
         bounds = self._bounds[self.payload[steps]]
         rows, of = ranges(bounds[:, 0], bounds[:, 1])
-        step = steps[of]
+        step, moves = steps[of], self._moves[rows]
+        if made := self._from_columns(positions, kinds):
+            step, moves = _in_order([(step, moves), *made], Moves)
+            self._check_moves(moves, step)
         me, peer, kind = self.position(step), self.peer[step].astype(np.int64), self.kind[step]
         pulls, pushes = (kind == COPY) & (self.count[step] == 1), (kind == COPY) & (self.count[step] == 0)
         source = np.where(pulls, peer, me)
@@ -373,42 +341,71 @@ class Tables:
             counts = np.ones(len(step), dtype=np.int64)
             counts[many] = [len(group) for group in peers]
             spread = np.repeat(np.arange(len(step)), counts)
-            step, source, target, rows = step[spread], source[spread], target[spread], rows[spread]
+            step, source, target, moves = step[spread], source[spread], target[spread], moves[spread]
             target[np.isin(spread, many)] = [peer for group in peers for peer in group]
-        return Access(step, source, target, self.moves[rows])
+        return Access(step, source, target, moves)
 
-    def sum_rows(self, positions: Bools | None = None) -> tuple[Int64, Int64]:
-        """Row of ``sums`` and step of each sum of each ``Accumulate`` and ``SwitchReduce``."""
-        steps = self.of_kind_at(positions, ACCUMULATE, SWITCH)
+    def summed(self, positions: Bools | None = None) -> tuple[Int64, Sums]:
+        """Step and columns of each sum of each ``Accumulate`` and ``SwitchReduce``, in their order."""
+        steps = self.of_kind_at(positions, *_SUMMING)
+        steps = steps[self.payload[steps] >= 0]
         bounds = self._bounds[self.payload[steps]]
         rows, of = ranges(bounds[:, 0], bounds[:, 1])
-        return rows, steps[of]
+        step, sums = steps[of], self._sums[rows]
+        if made := self._from_columns(positions, _SUMMING):
+            step, sums = _in_order([(step, sums), *made], Sums)
+            self._check_sums(sums, step)
+        return step, sums
+
+    def _from_columns(self, positions: Bools | None, kinds: tuple[int, ...]) -> list[tuple[Int64, Any]]:
+        """Step of each row, and rows, of all that streams which came as columns move or sum."""
+        found = []
+        for queue, payloads in self._made.items():
+            if positions is None or positions[self.queue_position[queue]]:
+                for kind in kinds:
+                    if kind in payloads:
+                        found.append(self._made_rows(queue, kind))
+        return found
+
+    def _made_rows(self, queue: int, kind: int) -> tuple[Int64, Any]:
+        sizes, rows = self._made[queue][kind]()
+        start, stop = self.queue_start[queue], self.queue_stop[queue]
+        return np.repeat(start + np.flatnonzero(self.kind[start:stop] == kind), sizes), rows
+
+    def _payload(self, step: int) -> Any:
+        """Moves or sums of one step."""
+        kind, payload, queue = int(self.kind[step]), int(self.payload[step]), int(self.queue[step])
+        if payload >= 0:
+            rows: Any = self._sums if kind in _SUMMING else self._moves
+            return rows[np.arange(*self._bounds[payload])]
+        if kind not in self._made.get(queue, ()):
+            return Moves.none()
+        steps, rows = self._made_rows(queue, kind)
+        return rows[np.flatnonzero(steps == step)]
 
     def gradient_of(self, step: int) -> int | None:
         """Parameter whose gradient (the first one that) a step of a reduce-scatter carries, if that shows."""
-        kind, payload = int(self.kind[step]), int(self.payload[step])
-        if payload < 0:
+        kind, rows = int(self.kind[step]), self._payload(step)
+        if not len(rows.runs):
             return None
-        first, stop = (int(bound) for bound in self._bounds[payload])
-        if kind == COPY and first < stop:
-            return int(self.moves.src.index[first])
-        if kind == ACCUMULATE and first < stop:
-            for src in range(int(self.sums.first[first]), int(self.sums.first[first + 1])):
-                if self.sums.srcs.buffer[src] == GRAD:
-                    return int(self.sums.srcs.index[src])
-            return int(self.sums.dst.index[first])
-        if kind == SWITCH and first < stop:
-            return int(self.sums.dst.index[first])
-        if kind == PUT and first < stop:  # the n-th put of a rank carries its n-th partial sum
+        if kind == COPY:
+            return int(rows.src.index[0])
+        if kind == ACCUMULATE:
+            of_first = rows.srcs[: rows.first[1]]
+            own = np.flatnonzero(of_first.buffer == GRAD)
+            return int(of_first.index[own[0]] if len(own) else rows.dst.index[0])
+        if kind == SWITCH:
+            return int(rows.dst.index[0])
+        if kind == PUT:  # the n-th put of a rank carries its n-th partial sum
             me = self.queue_position[self.queue[step]]
             mine = np.flatnonzero(self.queue_position[self.queue] == me)
             turn = int(np.count_nonzero(self.kind[mine[mine < step]] == PUT))
-            for s in mine[self.kind[mine] == ACCUMULATE]:
-                row, end = (int(bound) for bound in self._bounds[self.payload[s]])
-                if row < end and self.sums.dst.buffer[row] == PARTIAL:
-                    if turn == 0:
-                        return self.gradient_of(int(s))
-                    turn -= 1
+            alone = np.zeros(self.scene.size, dtype=bool)
+            alone[me] = True
+            steps, sums = self.summed(alone)
+            heads = np.flatnonzero((self.kind[steps] == ACCUMULATE) & (np.diff(steps, prepend=-1) != 0))
+            heads = heads[sums.dst.buffer[heads] == PARTIAL]
+            return self.gradient_of(int(steps[heads[turn]])) if turn < len(heads) else None
         return None
 
     def describe(self, step: int) -> str:
@@ -428,6 +425,16 @@ class Tables:
     def index(self, step: int) -> int:
         """Place of a step in its stream."""
         return int(step - self.queue_start[self.queue[step]])
+
+
+def _in_order(parts: list[tuple[Int64, Any]], columns: Any) -> tuple[Int64, Any]:
+    """Rows of all parts in the order of their steps."""
+    step = np.concatenate([at for at, _ in parts])
+    rows = columns.joined([part for _, part in parts])
+    if (step[1:] >= step[:-1]).all():
+        return step, rows
+    order = np.argsort(step, kind="stable")
+    return step[order], rows[order]
 
 
 def lane_name(lane: Any) -> str:

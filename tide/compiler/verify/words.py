@@ -11,13 +11,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from tide.compiler.columns import Bools
 from tide.compiler.compile import Compiled
 from tide.compiler.model import Unit
 from tide.compiler.schedule.rails import rail_steps
 from tide.compiler.shard import Int64
 from tide.compiler.signals import GATHER_FAR, NEAR, OWN, SCATTER_FAR, SLOT_LANES, UnitSignals
 from tide.compiler.steps import Lane
-from tide.compiler.verify.tables import Bools
 from tide.errors import PlanError
 from tide.topology import Team, team_of
 
