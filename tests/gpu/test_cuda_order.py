@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from tide.compiler.clock import GROUP_RANKS
 from tide.compiler.compile import Compiled, compile_spec
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
@@ -80,6 +79,9 @@ def finishes_in_one_queue(everyone: list[Peers]) -> bool:
         (8, 4, 4096, {"chunk_bytes": 1 << 16}),
         (5, 4, 5120, {"chunk_bytes": 1 << 16}),
         (6, 3, 4099, {"chunk_bytes": 1 << 16}),
+        (5, 4, 4096, {"chunk_bytes": 1 << 16, "slot_reuse": True}),
+        (5, 4, 4096, {"switch_reduce": "on", "multicast": "on"}),
+        (20, 1, 41, {"chunk_bytes": 1 << 12}),
         (9, 2, 7, {}),
     ],
 )
@@ -88,32 +90,37 @@ def test_ranks_that_run_one_step_at_a_time_come_to_an_end(
 ) -> None:
     compiled = compiled_for(nodes, per_node, rows, **options)
     everyone = peers_of(compiled, collective)
-    alike = nodes * per_node > GROUP_RANKS and rows % (2 * nodes * per_node) == 0
-    assert {peers.alike for peers in everyone} == {alike}
     for peers in everyone:
         for number, stream in enumerate(peers.program.streams):
             assert [step for which, step in peers.order if which == number] == list(range(len(stream.steps)))
     assert finishes_in_one_queue(everyone)
 
 
-def test_a_rank_of_many_makes_no_program_but_its_own() -> None:
-    compiled = compiled_for(32, 8, 1 << 14, chunk_bytes=1 << 16)
+@pytest.mark.parametrize("rows", [1 << 14, 3 << 9])
+def test_a_rank_of_many_makes_two_programs(rows: int) -> None:
+    """Its own, and that of one peer which puts to it; also where the last ranks have empty shards."""
+    compiled = compiled_for(32, 8, rows, chunk_bytes=1 << 16)
     programs = compiled.programs("u", "reduce_scatter", 3)
     peers = Peers(compiled, "u", 3, programs[3], programs)
-    node = 32 // 2
-    assert peers.given(node * 8 + 3)[Lane.PARTIAL]
     assert list(programs._made) == [3]
+    assert peers.given(16 * 8 + 3)[Lane.PARTIAL] == peers.given(7 * 8 + 3)[Lane.PARTIAL]
+    assert sorted(programs._made) == [3, 31 * 8 + 3]
 
 
-def test_what_equal_peers_give_is_what_their_programs_give() -> None:
-    compiled = compiled_for(5, 4, 5120, chunk_bytes=1 << 16)
-    for collective in ("all_gather", "reduce_scatter"):
-        (peers,) = peers_of(compiled, collective)[6:7]
-        assert peers.alike
-        for other in (2, 10, 14, 18):
-            expected = signals_given(compiled.program("u", collective, other), 6)
-            assert peers.given(other) == expected
-            assert expected or collective == "all_gather"
+@pytest.mark.parametrize("rows", [5120, 4100, 90])
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_what_peers_are_taken_to_give_is_what_their_programs_give(rows: int, collective: str) -> None:
+    compiled = compiled_for(5, 4, rows, chunk_bytes=1 << 12)
+    found = 0
+    for rank, peers in enumerate(peers_of(compiled, collective)):
+        for other in range(rank % 4, 20, 4):
+            if other == rank:
+                continue
+            expected = signals_given(compiled.program("u", collective, other), rank)
+            given = peers.given(other)
+            assert {lane: counts for lane, counts in given.items() if counts} == expected
+            found += len(expected)
+    assert found
 
 
 def test_shards_that_differ_are_noticed() -> None:

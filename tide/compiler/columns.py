@@ -21,6 +21,7 @@ from tide.compiler.steps import (
     Cast,
     Copy,
     Lane,
+    Multicast,
     Place,
     Program,
     Put,
@@ -29,6 +30,7 @@ from tide.compiler.steps import (
     Step,
     Stream,
     Sum,
+    SwitchReduce,
     Transfer,
     Wait,
 )
@@ -36,7 +38,8 @@ from tide.compiler.steps import (
 Bools = npt.NDArray[np.bool_]
 
 PLACE, COPY, PUT, MULTICAST, SIGNAL, WAIT, ACCUMULATE, SWITCH = range(8)
-KIND_NAMES = ("Place", "Copy", "Put", "Multicast", "Signal", "Wait", "Accumulate", "SwitchReduce")
+KINDS = {step: kind for kind, step in enumerate((Place, Copy, Put, Multicast, Signal, Wait, Accumulate, SwitchReduce))}
+KIND_NAMES = tuple(step.__name__ for step in KINDS)
 
 BUFFERS = tuple(Buffer)
 SHARD, STORAGE, GRAD, RECEIVE, PARTIAL, WIRE, SPREAD, RUNNING, OUT, STAGED = range(10)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from tide.compiler.columns import ProgramRows
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
 from tide.compiler.options import PlanOptions
 from tide.compiler.place import ArenaLayout, UnitLayout, lay_out_arena, lay_out_unit
@@ -17,6 +18,7 @@ from tide.compiler.schedule import (
     bundle_of,
     chunk_elements,
     reduce_scatter_program,
+    reduce_scatter_rows,
     slot_areas,
 )
 from tide.compiler.schedule.routes import by_switch
@@ -228,6 +230,11 @@ class Programs(Mapping[int, Program]):
             else:
                 self._made[position] = reduce_scatter_program(self._cast, position, self.subset)
         return self._made[position]
+
+    def rows(self) -> Iterator[ProgramRows]:
+        """All programs of a reduce-scatter as columns, one after the other; what they are made from."""
+        assert self.collective == "reduce_scatter", "an all-gather is written as steps"
+        return (reduce_scatter_rows(self._cast, position, self.subset) for position in self)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.context.team.size))

@@ -92,7 +92,7 @@ def in_time(program: Program, events: Iterable[Event], latency: float) -> list[t
     times: dict[str, list[float]] = {stream.name: [] for stream in program.streams}
     for event in events:
         times[event.stream].append(_moment(event, latency))
-    return _merged(program, [times[stream.name] for stream in program.streams])
+    return merged(program, [times[stream.name] for stream in program.streams])
 
 
 def _moment(event: Event, latency: float) -> float:
@@ -108,7 +108,7 @@ def _moment(event: Event, latency: float) -> float:
     return event.start
 
 
-def _merged(program: Program, times: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+def merged(program: Program, times: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     """Steps of a program's streams by their times; of those at the same time, a wait for oneself after its signal."""
     order: list[tuple[int, int]] = []
     state, given = [0] * len(program.streams), Counter[Lane]()

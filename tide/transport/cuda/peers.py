@@ -1,7 +1,9 @@
 """What a rank has to know of its peers' programs: the order of issue that fits theirs, and how they signal puts.
 
-Where all ranks hold equal shards, their programs are equal but for the names of the peers, and a rank finds both in
-its own. A rank of a thousand would otherwise make a thousand programs for each of its units.
+A rank of a thousand must not make a thousand programs for each of its units. Where all ranks hold equal shards, their
+programs are equal but for the names of the peers, and its own tells the order. Where shards differ, the order of a
+reduce-scatter is found on columns of all programs, without making their steps. All sources of partial sums put an
+owner's chunks in the same pieces, so one of them tells how all signal.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import numpy as np
 
 from tide.compiler.clock import GROUP_RANKS, clock
 from tide.compiler.compile import COLLECTIVES, Compiled, Programs
+from tide.compiler.nominal import nominal_times
 from tide.compiler.schedule.unit import UnitContext
-from tide.compiler.steps import Buffer, Lane, Program
+from tide.compiler.steps import Buffer, Lane, Program, Wait
 from tide.torch_types import from_torch
 from tide.transport.base import Binding
-from tide.transport.cuda.order import in_time, issue_order
+from tide.transport.cuda.order import in_time, issue_order, merged
 from tide.transport.cuda.wire import signals_given
 
 
@@ -44,40 +47,44 @@ class Peers:
 
     def __init__(self, compiled: Compiled, unit: str, rank: int, program: Program, programs: Programs | None) -> None:
         self.program, self._programs = program, programs
-        #: Whether the own program stands for all others; small groups are looked at as they are.
-        self.alike = programs is not None and len(programs) > GROUP_RANKS and even(programs.context)
+        self._many = programs is not None and len(programs) > GROUP_RANKS  # small groups are looked at as they are
+        self._arriving: list[int] | None = None
         self.order = self._order(compiled, unit, rank)
-        self._given: dict[int, Mapping[Lane, list[int]]] = {}
 
     def _order(self, compiled: Compiled, unit: str, rank: int) -> list[tuple[int, int]]:
-        if self._programs is None:
-            return issue_order({self.program.position: self.program}, self.program.position)
-        if self._programs.context.team.nodes == 1:
-            return issue_order(self._programs, self.program.position)
-        course = clock(compiled, unit, self.program.collective, rank, "rank" if self.alike else "group", self._programs)
-        if course.assumed:  # not so alike after all
-            self.alike = False
-            course = clock(compiled, unit, self.program.collective, rank, "group", self._programs)
-        return in_time(self.program, course.events[rank], compiled.topology.links.network_latency)
+        program, programs = self.program, self._programs
+        if programs is None:
+            return issue_order({program.position: program}, program.position)
+        if programs.context.team.nodes == 1:
+            return issue_order(programs, program.position)
+        alone = self._many and even(programs.context)
+        if self._many and not alone and program.collective == "reduce_scatter":
+            return merged(program, nominal_times(programs.rows(), program.position))
+        course = clock(compiled, unit, program.collective, rank, "rank" if alone else "group", programs)
+        assert not (alone and course.assumed), "equal shards make programs of one form"
+        return in_time(program, course.events[rank], compiled.topology.links.network_latency)
 
     def given(self, peer: int) -> Mapping[Lane, list[int]]:
         """NCCL signals behind each signal that a position of another node gives to this one; see `signals_given`."""
-        if peer not in self._given:
-            own = self.program.position
-            assert self._programs is not None, "a claim waits for nobody on another node"
-            if self.alike and self.program.collective == "reduce_scatter" and not self._programs.context.by_switch:
-                self._given[peer] = signals_given(self.program, self._mirror(peer))
-            else:
-                self._given[peer] = signals_given(self._programs[peer], own)
-        return self._given[peer]
+        assert self._programs is not None, "a claim waits for nobody on another node"
+        if not self._many or self.program.collective != "reduce_scatter" or self._programs.context.by_switch:
+            return signals_given(self._programs[peer], self.program.position)
+        credits = sum(
+            step.count
+            for _, _, step in self.program.steps()
+            if isinstance(step, Wait) and step.peer == peer and step.lane == Lane.WIRE_CREDIT
+        )
+        return {Lane.PARTIAL: self._pieces(), Lane.WIRE_CREDIT: [1] * credits}
 
-    def _mirror(self, peer: int) -> int:
-        """To whom this position is what ``peer`` is to it: as many nodes on as that one is behind, on the same rail."""
-        assert self._programs is not None
-        team = self._programs.context.team
-        (node, local), (far, there) = team.seat(self.program.position), team.seat(peer)
-        assert local == there, "partial sums stay on their rail"
-        return team.grid[(2 * node - far) % team.nodes][local]
+    def _pieces(self) -> list[int]:
+        """NCCL signals behind each partial sum that a source puts to this position; the same for all of them."""
+        if self._arriving is None:
+            assert self._programs is not None
+            team, position = self._programs.context.team, self.program.position
+            node, local = team.seat(position)
+            source = team.grid[node - 1][local]
+            self._arriving = signals_given(self._programs[source], position).get(Lane.PARTIAL, [])
+        return self._arriving
 
 
 class PeersByProgram:
