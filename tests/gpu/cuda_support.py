@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -97,6 +98,14 @@ class Machine:
             else:
                 return count
         return most
+
+    def drain(self) -> None:
+        """Runs until a watchdog has let everything go on: it first gives the peers time to take note."""
+        limit = time.monotonic() + 20
+        while any(self.queues.values()) and time.monotonic() < limit:
+            self.go(1000)
+            time.sleep(0.01)
+        self.finish()
 
     def finish(self) -> None:
         """Runs all there is; fails if something is left that can never run."""

@@ -866,7 +866,7 @@ def test_missing_peer_is_named_and_the_streams_are_set_free(route: str, lane: st
             ticket.wait()
         with pytest.raises(PeerError, match="look at its output"):
             first.all_gather("block0", shards)
-        machine.finish()  # the overwritten words let everything drain
+        machine.drain()
 
 
 @pytest.mark.parametrize(("when", "told"), [("behind", True), ("before", False), ("never", False)])
@@ -883,6 +883,7 @@ def test_an_optimizer_step_behind_a_failed_collective_is_told(when: str, told: b
         shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block1"])]
         ticket = first.all_gather("block1", shards)
         if when == "behind":
+            ticket.wait()  # as FSDP2 has the stream wait on which the optimizer runs
             first.transport.updating()
         limit = time.monotonic() + 20
         while first.transport.failure is None and time.monotonic() < limit:
@@ -891,7 +892,69 @@ def test_an_optimizer_step_behind_a_failed_collective_is_told(when: str, told: b
         with pytest.raises(PeerError) as caught:
             ticket.wait()
         assert ("An optimizer step had been issued behind it" in str(caught.value)) == told
+        machine.drain()
+
+
+def failing(made: Cluster, machine: Machine, ranks: Sequence[int]) -> None:
+    """Rank 0 gathers what its peer does not; runs until the transports of these ranks are broken."""
+    first = made.sessions[0]
+    shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block1"])]
+    first.all_gather("block1", shards)
+    limit = time.monotonic() + 20
+    while any(made.sessions[rank].transport.failure is None for rank in ranks) and time.monotonic() < limit:
+        machine.go(100)
+        time.sleep(0.01)
+
+
+def test_an_idle_peer_takes_note_before_streams_are_set_free() -> None:
+    """Set free, they may push to its memory; it takes no optimizer step any more then, and has spoilt none."""
+    compiled = compiled_for(Topology(1, 2), ["block0", "block1"])
+    machine = Machine(0)
+    with cluster(compiled, machine, timeout=0.5) as made:
+        gather(made, "block0", 1)
         machine.finish()
+        first, second = (session.transport for session in made.sessions)
+        seen: list[str | None] = []
+        release = first.watchdog._release  # type: ignore[attr-defined]
+        first.watchdog._release = lambda: (seen.append(second.failure), release())  # type: ignore[attr-defined]
+        second.updating()
+        failing(made, machine, (0, 1))
+        while not seen:
+            machine.go(100)
+            time.sleep(0.01)
+        assert seen[0] is not None, "set free before the peer took note"
+        assert "rank 1: rank 0 in all_gather of unit 'block1' gave up" in str(second.failure)
+        assert "An optimizer step" not in str(second.failure)
+        with pytest.raises(PeerError, match="rank 0 in all_gather of unit 'block1' gave up"):
+            made.sessions[1].release("block0")
+        machine.drain()
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_a_peer_that_does_not_take_note_in_time_is_told_so(update: bool) -> None:
+    """It may have been stopped with work on its device, which what was set free elsewhere has spoilt."""
+    compiled = compiled_for(Topology(1, 2), ["block0", "block1"])
+    machine = Machine(0)
+    with cluster(compiled, machine, timeout=0.2) as made:
+        gather(made, "block0", 1)
+        machine.finish()
+        first, second = (session.transport for session in made.sessions)
+        look, stopped = second.watchdog.look, [True]  # type: ignore[attr-defined]
+        second.watchdog.look = lambda: None if stopped[0] else look()  # type: ignore[attr-defined]
+        if update:
+            second.updating()
+        failing(made, machine, (0,))
+        limit = time.monotonic() + 20
+        while not first.watchdog._noted and time.monotonic() < limit:  # type: ignore[attr-defined]
+            machine.go(100)
+            time.sleep(0.01)
+        assert second.failure is None
+        stopped[0] = False
+        while second.failure is None and time.monotonic() < limit:
+            machine.go(100)
+            time.sleep(0.01)
+        assert ("An optimizer step had been issued behind it" in str(second.failure)) == update
+        machine.drain()
 
 
 def test_wrong_tensors_are_refused() -> None:

@@ -220,18 +220,18 @@ def skips_a_unit(rank: int, world: int, collective: str, route: str) -> tuple[st
     wholes = [session.whole(unit)[p.name] for p in parameters]  # poisoned
     side, device, seen = torch.cuda.Stream(), torch.cuda.current_device(), []
     watchdog = session.transport.watchdog  # type: ignore[attr-defined]
-    release = watchdog._release
+    tell = watchdog.tell_peers
 
     def look_first() -> None:
-        """The streams are about to be set free: what have they done so far?"""
+        """This rank gives up; no peer's streams are set free before it has said so. What have they done so far?"""
         if not seen:
             with torch.cuda.device(device), torch.cuda.stream(side):
                 sums = [bool((out.cpu() == 12345.0).all()) for out in outs.values()]
                 pieces = [cut(whole.cpu(), p.dim, world, 1 - rank) for whole, p in zip(wholes, parameters, strict=True)]
                 seen.extend(sums if collective == "reduce_scatter" else [bool(x.isnan().all()) for x in pieces])
-        release()
+        tell()
 
-    watchdog._release = look_first
+    watchdog.tell_peers = look_first
     torch.cuda.synchronize()
     begin, message = time.monotonic(), ""
     if collective == "all_gather":

@@ -365,7 +365,7 @@ def test_flag_words_are_set_free() -> None:
             time.sleep(0.02)
         with pytest.raises(PeerError, match=r"ag\.wire waits at step \d+ for 1 signal\(s\) FREE of rank 1\."):
             ticket.wait()
-        machine.finish()
+        machine.drain()
         time.sleep(0.3)
         assert not made.nccl[0].aborted
 

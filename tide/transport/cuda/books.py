@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Books:
     ----------
     pool : list of int
         Events that nobody uses at the moment.
+    updates : deque of int
+        Events before optimizer steps, oldest first; until the watchdog finds that no peer had given up by then.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -31,6 +34,7 @@ class Books:
         self._gathers: dict[int, CudaTicket] = {}  # last one into each slot
         self._reductions: dict[int, CudaTicket] = {}  # last reduce-scatter in each slot
         self.pool: list[int] = []
+        self.updates: deque[int] = deque()
 
     def record(self, stream: int) -> int:
         """A new event on a stream."""
@@ -126,8 +130,25 @@ class Books:
                 ticket.entry = ticket.gate = 0
                 ticket.behind = []
 
+    # Optimizer steps ---------------------------------------------------------------------------
+
+    def note_update(self, stream: int) -> None:
+        """Notes that an optimizer step is about to be issued on a stream."""
+        self.updates.append(self.record(stream))
+
+    def updates_done(self) -> int:
+        """How many of the optimizer steps noted the device has come to by now."""
+        self._driver.bind_thread()
+        return sum(1 for _ in takewhile(self._driver.done, list(self.updates)))
+
+    def forget_updates(self, number: int) -> None:
+        """Lets go of the first ones: nothing can have been wrong with their gradients."""
+        for _ in range(number):
+            self.pool.append(self.updates.popleft())
+
     def clear(self) -> None:
         """Forgets the slots and the events."""
         self._gathers.clear()
         self._reductions.clear()
+        self.updates.clear()
         self.pool.clear()

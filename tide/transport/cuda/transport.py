@@ -49,9 +49,9 @@ NO_PEER_WRITES = 13010
 #: Program streams that give and take the same signals as another one have to share its CUDA stream.
 SAME_STREAM = {"claim": "ag.node"}
 
-#: What a failure says where the device runs an optimizer step on what a collective has not brought.
+#: What a failure says where the device may run an optimizer step on what no collective has brought.
 UPDATED = (
-    " An optimizer step had been issued behind it, which the device runs on worthless gradients: do not use or save "
+    " An optimizer step had been issued behind it, which the device may run on worthless gradients: do not use or save "
     "this rank's parameters and optimizer state; load a checkpoint."
 )
 
@@ -138,7 +138,8 @@ class CudaTransport(Transport):
         self.poisoned: dict[int, int] = {}  # words that poison waits for, by their counters
         self._own: dict[tuple[int, Lane], int] = {}
         self._issue = threading.RLock()
-        self._numbers = self._updating = 0
+        self._numbers = 0
+        self.spoilt = False  # whether a peer that gave up may have written to this rank's memory unnoticed
         self._closed = False
         self.watchdog = Watchdog(self, timeout)
         self.watchdog.start()
@@ -381,14 +382,15 @@ class CudaTransport(Transport):
         """Marks the transport broken, and tells the peers; the first reason stays."""
         if self.broken is None:
             with suppress(TransportError):  # of a device that does not answer
-                if any(head.number <= self._updating for head in self.heads()):
+                if self.books.updates and (self.spoilt or self.books.updates_done() < len(self.books.updates)):
                     message += UPDATED
             self.broken = message
             self.watchdog.tell_peers()
 
     def updating(self) -> None:
-        """Notes that an optimizer step follows the collectives so far."""
-        self._updating = self._numbers
+        """Notes that an optimizer step follows what the current stream has been given so far."""
+        self.driver.bind_thread()
+        self.books.note_update(self.driver.current_stream())
 
     def raise_if_broken(self) -> None:
         """Raises what broke the transport."""
@@ -416,7 +418,7 @@ class CudaTransport(Transport):
                 # The device may not answer, and destroying its streams would block for ever. Peers that come late
                 # may still write here, and those that are gone never join in ending a communicator.
                 return
-            events = [*self.books.pool, *self._vacated.values(), *self._own.values()]
+            events = [*self.books.pool, *self.books.updates, *self._vacated.values(), *self._own.values()]
             for lowered in (*self._lowered.values(), *self._retired):
                 lowered.close()
             for event in events:

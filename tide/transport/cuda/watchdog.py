@@ -7,9 +7,13 @@ runs far ahead of the device, or a caller's own kernel that takes long, is not i
 
 On expiry the flag words tell who is missing. They are then overwritten with what the streams wait for, so that
 everything drains; the data is worthless, and the transport raises :class:`~tide.errors.PeerError` from then on.
-Peers are told through a word of theirs, so that they need not wait for their own deadline. The word also says what
-this rank was waiting in: each looks at what the ranks that it waits for have told, and so finds out that they are
-alive and have issued other collectives. Their signals would never have answered its waits
+Peers are told through a word of theirs, so that they need not wait for their own deadline. Streams that are set free
+push to peers, too, whose memory may be in use: so the peers get time to take note, after which they take no optimizer
+step any more (:meth:`CudaTransport.fail`), and say so by their own words. Each looks at its words now and then, also
+while nothing is outstanding. A peer that does not answer in time finds in the word that it was not waited for.
+
+The word also says what this rank was waiting in: each looks at what the ranks that it waits for have told, and so
+finds out that they are alive and have issued other collectives. Their signals would never have answered its waits
 (:mod:`tide.compiler.signals`); the deadline is what ends them.
 
 A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. If a stream does not drain,
@@ -24,7 +28,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,8 +43,10 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks.
 INTERVAL = 0.25
-#: Seconds after which a look includes the peers' word that they have given up.
+#: Seconds after which a look includes the peers' word that they have given up, and between two such looks.
 ASK_PEERS = 1.0
+#: Seconds that peers get to take note, before streams are set free that may write to their memory.
+TAKE_NOTE = 3.0
 #: Seconds that reading the flag words may take.
 READ_TIMEOUT = 5.0
 #: Seconds that streams get to drain before NCCL's communicators are broken off.
@@ -53,6 +59,8 @@ EXIT_CODE = 76
 #: What a rank that has given up tells its peers, as the number of a counter value: that it has; from `_WAITS` on,
 #: also which collective of which unit it was in.
 _GONE, _WAITS = 1, 2
+#: Added to the number once streams were set free although a peer had not taken note.
+_NOT_WAITED_FOR = VALUES // 2
 _COLLECTIVES = ("all_gather", "reduce_scatter", "claim")
 
 
@@ -85,6 +93,8 @@ class Watchdog:
         self._aborting: threading.Thread | None = None
         self._stuck_since: float | None = None
         self._told = _GONE
+        self._asked = 0.0  # when the peers' words were last looked at
+        self._noted = False  # whether the peers have taken note that this rank has given up, or have had their time
         self._units = [unit.name for unit in transport.compiled.spec.units]
         interval = min(INTERVAL, timeout / 4)
         self._respite = 4 * interval  # for peers to tell what they wait for
@@ -98,6 +108,7 @@ class Watchdog:
         words = 2 * max((unit.size for unit in units), default=0) + 2 * max((row.count for row in slots), default=0)
         words = max(words, self._transport.abort_words)  # what is read at a time
         self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=self._transport.device.type == "cuda")
+        self._asked = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,7 +139,7 @@ class Watchdog:
         now = time.monotonic()
         if transport.broken is not None:
             if heads or transport.poisoned:  # poison is no collective, and may wait all the same
-                self._release()
+                self._set_free()
             if heads:
                 self._break_off(now)
             return
@@ -141,10 +152,27 @@ class Watchdog:
             if waited >= self.timeout:
                 self._expire(ticket, f"has not finished {self.timeout:g} s after it could start")
                 return
-            if waited >= ASK_PEERS and (gone := self._gave_up()):
-                told = [f"rank {transport.names[rank]}{self._where(state)}" for rank, state in gone.items()]
-                self._expire(ticket, f"was given up by {' and '.join(told)}")
-                return
+        if now - self._asked >= min(ASK_PEERS, self.timeout):
+            self._asked = now
+            self._ask_peers(heads)
+
+    def _ask_peers(self, heads: Sequence[CudaTicket]) -> None:
+        """Finds out whether a peer has given up: nothing can be run any more then."""
+        transport = self._transport
+        good = transport.books.updates_done()  # before the look: what was done then, no peer has spoilt
+        if (gone := self._gave_up()) is None:
+            return
+        if not gone:
+            transport.books.forget_updates(good)
+            return
+        told = " and ".join(f"rank {transport.names[rank]}{self._where(number)}" for rank, number in gone.items())
+        transport.spoilt = any(number >= _NOT_WAITED_FOR for number in gone.values())
+        started = [ticket for ticket in heads if ticket.number in self._started]
+        if started:
+            self._expire(started[0], f"was given up by {told}")
+            return
+        name = transport.names[transport.rank]
+        transport.fail(f"rank {name}: {told} gave up: a collective there did not end. Look at its output")
 
     # Reading -----------------------------------------------------------------------------------
 
@@ -163,7 +191,7 @@ class Watchdog:
         driver.check(driver.event_record(self._event, self._side), "event record")
         end = time.monotonic() + READ_TIMEOUT
         while not driver.done(self._event):
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._stop.is_set():
                 return None
             time.sleep(0.001)
         return [value & MASK for value in self._pinned[: at // 4].tolist()]
@@ -177,37 +205,37 @@ class Watchdog:
         offsets = [offset + at for offset, nbytes in spans for at in range(0, nbytes, 4)]
         return dict(zip(offsets, words, strict=True))
 
-    def _gave_up(self) -> dict[int, int]:
-        """Peers that have given up, and the number that each has told."""
+    def _gave_up(self) -> dict[int, int] | None:
+        """Peers that have given up, and the number that each has told; None if the device does not answer."""
         transport = self._transport
         words = self._read((transport.abort_offset, 4 * transport.abort_words))
-        return {rank: word // STRIDE for rank, word in enumerate(words or ()) if word}
+        return None if words is None else {rank: word // STRIDE for rank, word in enumerate(words) if word}
 
     # What ranks tell each other ------------------------------------------------------------------
 
     def _number(self, ticket: CudaTicket) -> int:
         """What this rank tells of the collective that it is in."""
         number = self._units.index(ticket.unit) * len(_COLLECTIVES) + _COLLECTIVES.index(ticket.collective) + _WAITS
-        return number if number < VALUES else _GONE
+        return number if number < _NOT_WAITED_FOR else _GONE
 
     def _where(self, number: int) -> str:
         """What a peer has told, in words."""
-        if number < _WAITS:
+        if number % _NOT_WAITED_FOR < _WAITS:
             return ""
-        unit, which = divmod(number - _WAITS, len(_COLLECTIVES))
+        unit, which = divmod(number % _NOT_WAITED_FOR - _WAITS, len(_COLLECTIVES))
         return f" in {_COLLECTIVES[which]} of unit {self._units[unit]!r}"
 
-    def _ask(self, ranks: Collection[int]) -> dict[int, int]:
+    def _ask(self, ranks: Collection[int], respite: float) -> dict[int, int]:
         """What ranks have told, once all of them have, or after a respite: they have to find out first."""
-        end = time.monotonic() + self._respite
-        while not set(ranks) <= (told := self._gave_up()).keys() and time.monotonic() < end:
-            if self._stop.wait(self._respite / 20):
+        end = time.monotonic() + respite
+        while not set(ranks) <= (told := self._gave_up() or {}).keys() and time.monotonic() < end:
+            if self._stop.wait(respite / 20):
                 break
-        return told
+        return {rank: number % _NOT_WAITED_FOR for rank, number in told.items()}
 
     def _judge(self, ranks: Collection[int], own: int) -> str:
         """Why ranks that are waited for do not answer, as far as can be known."""
-        told, found, names = self._ask(ranks), list[str](), self._transport.names
+        told, found, names = self._ask(ranks, self._respite), list[str](), self._transport.names
         if others := {rank: told[rank] for rank in ranks if told.get(rank, own) not in (own, _GONE)}:
             waits = " and ".join(f"rank {names[rank]} waits{self._where(number)}" for rank, number in others.items())
             found.append(
@@ -242,6 +270,16 @@ class Watchdog:
         else:
             message += "no wait on a peer is open: a kernel or a copy does not end"
         transport.fail(message)
+        self._set_free()
+
+    def _set_free(self) -> None:
+        """Lets the streams go on, once the peers to whose memory they may write have taken note."""
+        if not self._noted:
+            peers = self._transport.arena.addresses.keys() - {self._transport.rank}
+            if peers - self._ask(peers, min(TAKE_NOTE, 4 * self.timeout)).keys():
+                self._told += _NOT_WAITED_FOR
+                self.tell_peers()
+            self._noted = True
         self._release()
 
     def blocked(self, ticket: CudaTicket, words: Mapping[int, int]) -> dict[str, Open]:
