@@ -103,7 +103,7 @@ def switch_job(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     def partial(offset: int = 0) -> Region:
         return Region(Buffer.PARTIAL, 0, offset)
 
-    sync = tuple(Signal(p, Lane.ARRIVED) for p in both) + tuple(Wait(p, Lane.ARRIVED) for p in both)
+    sync = tuple(Signal(p, Lane.FREE) for p in both) + tuple(Wait(p, Lane.FREE) for p in both)
     mine = Cast(Region(Buffer.SHARD, 0, 0), partial(rank * 4 * count), 1, count, "float32", "float32")
     total = Sum((partial(),), "float32", None, Region(Buffer.OUT, 0, 0), "float32", 1, 2 * count)
     steps = (

@@ -338,6 +338,7 @@ class HostTransport(Transport):
             self._context.fence()
             if wait.here():  # it answered before it went
                 return
+            self._check_stamps(f"{where}: {wait}")  # it may have gone because of this rank, which then says why
             reason, cause = gone
             self._fail(f"{reason}; {where}: {wait}", cause)
         self._check_stamps(f"{where}: {wait}")
