@@ -81,5 +81,9 @@ def _refused(side: Side) -> None:
         side.optimizer.step()
     other = torch.nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    torch.optim.SGD([other], lr=1.0).step()
+    late = torch.optim.SGD([other], lr=1.0)
+    late.step()
     assert not other.any()
+    late.add_param_group({"params": side.optimizer.param_groups[0]["params"]})
+    with pytest.raises(PeerError, match="the optimizer step is not taken"):
+        late.step()

@@ -351,23 +351,41 @@ def test_missing_rank_of_another_node(
             machine.finish()
 
 
-def test_flag_words_are_set_free() -> None:
-    """With words instead of NCCL's signals, a missing rank of another node leaves no stream stuck."""
-    compiled = compiled_for(Topology(2, 1), ["block0"])
-    machine = Machine(0)
-    with cluster(compiled, machine, settings=wired(signals="word"), timeout=0.2) as made:
-        first = made.sessions[0]
-        shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block0"])]
-        ticket = first.all_gather("block0", shards)
+@pytest.mark.parametrize("signals", ["nccl", "word"])
+def test_ranks_of_other_nodes_get_nothing_of_what_failed(monkeypatch: pytest.MonkeyPatch, signals: str) -> None:
+    """Rank 1 gives up; rank 0 of its node, which waits for it, would sum and put what never came."""
+    ended: list[int] = []
+    monkeypatch.setattr(watchdog_module.os, "_exit", ended.append)
+    monkeypatch.setattr(watchdog_module, "RESPITE", 0.5)
+    compiled = compiled_for(Topology(2, 2), ["block0"], PlanOptions(slots=2))  # one chunk an owner
+    machine, unit = Machine(0), "block0"
+    with cluster(compiled, machine, settings=wired(4, signals), timeout=60.0) as made:
+        gather(made, unit, 1)
+        machine.finish()
+        parameters = compiled.spec.unit(unit).parameters
+        grads = {i: values(p.shape, p.grad_dtype or "", i) for i, p in enumerate(parameters) if p.trainable}
+        tickets, outs = {}, {}
+        for rank in (0, 2, 3):
+            session = made.sessions[rank]
+            outs[rank] = session.new_outs(unit, list(grads), "cpu")
+            for out in outs[rank].values():
+                out.fill_(12345.0)
+            tickets[rank] = session.reduce_scatter(unit, grads, outs[rank], 1.0, 4.0)
+        made.sessions[1].transport.fail("rank 1 gives up")
         limit = time.monotonic() + 20
-        while first.transport.broken is None and time.monotonic() < limit:  # type: ignore[attr-defined]
-            machine.go(100)
-            time.sleep(0.02)
-        with pytest.raises(PeerError, match=r"ag\.wire waits at step \d+ for 1 signal\(s\) FREE of rank 1\."):
-            ticket.wait()
-        machine.drain()
-        time.sleep(0.3)
-        assert not made.nccl[0].aborted
+        while not ended and time.monotonic() < limit:
+            machine.go(1000)
+            time.sleep(0.01)
+        assert ended == [watchdog_module.EXIT_CODE], "rank 0 stays stuck, and ends itself rather than hang"
+        assert "was given up by rank 1" in str(made.sessions[0].transport.failure)
+        for rank in (2, 3):
+            transport = made.sessions[rank].transport
+            assert not transport.books.is_finished(tickets[rank]), rank  # type: ignore[attr-defined]
+        for session in made.sessions:
+            session.transport.watchdog.stop()  # type: ignore[attr-defined]
+            session.transport.watchdog.timeout = -10.0  # type: ignore[attr-defined]
+        for queue in machine.queues.values():
+            queue.clear()
 
 
 def test_larger_runs_travel_as_they_are() -> None:

@@ -218,6 +218,20 @@ class Steps(NamedTuple):
     number: npt.NDArray[np.int32]
 
 
+def fields(step: Step) -> tuple[int, int, int, int]:
+    """The row of one step."""
+    kind = KINDS[type(step)]
+    if isinstance(step, Wait | Signal):
+        return kind, step.peer, step.lane, step.count
+    if isinstance(step, Copy):
+        return kind, step.peer, -1, step.pull
+    if isinstance(step, Put):
+        return kind, step.peer, step.lane, 1
+    if isinstance(step, Accumulate | SwitchReduce):
+        return kind, -1, -1, step.final
+    return kind, -1, -1, 0
+
+
 def of_kinds(kind: npt.NDArray[np.int8], kinds: tuple[int, ...]) -> Bools:
     """Which of many steps are of some kinds: by a look-up, as there may be tens of millions of them."""
     wanted = np.zeros(len(KIND_NAMES), dtype=bool)

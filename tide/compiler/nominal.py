@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from tide.compiler.columns import KINDS, PUT, SIGNAL, WAIT, ProgramRows, Rows
+from tide.compiler.columns import KINDS, PUT, SIGNAL, WAIT, ProgramRows, Rows, fields
 from tide.compiler.steps import INITIAL_CREDIT, Accumulate, Copy, Lane, Multicast, Place, Put, Stream, SwitchReduce
 from tide.errors import PlanError
 
@@ -65,7 +65,8 @@ def nominal_times(programs: Iterable[ProgramRows], position: int) -> list[list[f
                 first = credit.get(lanes[at], 0)
                 if need > first:
                     if came is None or len(came) < need - first:
-                        waiting[key] = number
+                        if waiting.setdefault(key, number) != number:
+                            raise PlanError(f"two streams of position {who} wait for {Lane(lanes[at]).name} at a time")
                         break
                     time = moment = max(time, came[need - first - 1])
                 taken[key] = need
@@ -95,9 +96,6 @@ def _lists(stream: Rows | Stream) -> _Columns:
     if isinstance(stream, Rows):
         kind, peer, lane, number = (column.tolist() for column in stream.columns)
         return kind, peer, lane, number
-    columns: _Columns = [], [], [], []
-    for step in stream.steps:
-        row = KINDS[type(step)], getattr(step, "peer", -1), getattr(step, "lane", -1), getattr(step, "count", 1)
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
-    return columns
+    rows = [fields(step) for step in stream.steps]
+    kinds, peers, lanes, counts = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [])
+    return kinds, peers, lanes, counts

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from tide.compiler.model import ModelSpec, Parameter
 from tide.compiler.options import PlanOptions, with_prefetch
 from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
-from tide.errors import AttachError, InputError, TideError
+from tide.errors import AttachError, InputError, PeerError, TideError
 from tide.fsdp import early, introspect, recovery, seam, updates, versions
 from tide.fsdp.configuration import agree_on, fingerprint, slots_for, why_not
 from tide.fsdp.scope import scope_of
@@ -261,8 +260,10 @@ class Attachment:
         for unit in self._units.values():
             unit.check_movable()
         self._unwatch()
-        self._unbind()
-        self._uninstall()
+        try:
+            self._unbind()
+        finally:
+            self._uninstall()
 
     def _give_up_step(self, failure: str) -> None:
         """Ends the step in which a collective failed, as no later one can be run."""
@@ -402,11 +403,16 @@ class Attachment:
         session, self._session, self.compiled, self._units = self._session, None, None, {}
         if session is None:
             return
-        if devices - {"cpu"} and session.transport.failure is None:  # else it stays mapped, and not all would come
-            # Peers' copies from this rank's memory are on their devices' streams, of which this one knows nothing.
-            torch.accelerator.synchronize()
-            self.scope.barrier()
-        session.close()
+        try:
+            if devices - {"cpu"} and session.transport.failure is None:  # else it stays mapped, and not all would come
+                # Peers' copies from this rank's memory are on their devices' streams, of which this one knows nothing.
+                torch.accelerator.synchronize()
+                self.scope.barrier()
+        except PeerError as error:
+            session.transport.fail(str(error))  # so that its memory stays mapped
+            raise
+        finally:
+            session.close()
 
     # Watching for changes ----------------------------------------------------------------------
 
@@ -415,14 +421,14 @@ class Attachment:
         this = weakref.ref(self)
         for wrapped in introspect.wrapped_modules(self._model):
             setattr(wrapped.state, _ATTACHMENT, self)
-            wrapped.state._root_pre_forward = _watching(wrapped.state, this)
+            wrapped.state._root_pre_forward = updates.before_forward(wrapped.state, this)
 
     def _unwatch(self) -> None:
         for wrapped in introspect.wrapped_modules(self._model):
             wrapped.state.__dict__.pop("_root_pre_forward", None)
             wrapped.state.__dict__.pop(_ATTACHMENT, None)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Before a step: binds anew if the model was configured differently since; the same on all ranks."""
         self.steps += 1
         self._failure = None
@@ -430,20 +436,3 @@ class Attachment:
             early.settle(self, list(self._units.values()))
         if fingerprint(self._readings) != self._fingerprint:
             self._bind()
-
-
-def _watching(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
-    stock = state._root_pre_forward
-
-    def root_pre_forward(*args: Any, **kwargs: Any) -> Any:
-        state._lazy_init()  # which settles who is the root and what the parameters' types are
-        found = attachment()
-        if found is not None and state._state_ctx.iter_forward_root is None:
-            try:
-                found._refresh()
-            except BaseException:
-                state._training_state = type(state._training_state).IDLE  # the step has not begun: none is under way
-                raise
-        return stock(*args, **kwargs)
-
-    return root_pre_forward

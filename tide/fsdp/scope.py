@@ -48,7 +48,7 @@ def _closure(model: Any) -> set[int]:
     relations = [{rank: row for row in rows for rank in row} for rows in _rows(model)]
     found: set[int] = set()
     new = {dist.get_rank()}
-    while new:
+    while new and len(found | new) < dist.get_world_size():
         found |= new
         reached: set[int] = set()
         for rank in new:
@@ -62,7 +62,7 @@ def _closure(model: Any) -> set[int]:
                     )
                 reached.update(row_of[rank])
         new = reached - found
-    return found
+    return found | new
 
 
 def _rows(model: Any) -> Iterator[tuple[tuple[int, ...], ...]]:

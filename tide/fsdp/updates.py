@@ -1,4 +1,6 @@
-"""Optimizer steps of an attached model: refused once a collective has failed, otherwise noted.
+"""What an attachment is told of: forward passes before they begin, and optimizer steps.
+
+Optimizer steps are refused once a collective has failed, otherwise noted.
 
 Hosts run ahead of GPUs: an optimizer step may have been issued when the collective turns out to have failed whose
 gradients it reads. The transport then has to be able to say so.
@@ -7,6 +9,7 @@ gradients it reads. The transport then has to be able to say so.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 def watch(attachment: Attachment, model: nn.Module) -> None:
     """Has the optimizers of a model's parameters ask before their steps, as long as the attachment lives."""
     this, whole = weakref.ref(attachment), weakref.ref(model)
-    ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+    ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         found = this()
@@ -31,11 +34,12 @@ def watch(attachment: Attachment, model: nn.Module) -> None:
             return
         if optimizer not in ours and (owner := whole()) is not None:
             held = introspect.resident_ids(owner)
-            ours[optimizer] = any(id(p) in held for group in optimizer.param_groups for p in group["params"])
-        if ours.get(optimizer) and (transport := found.transport) is not None:
+            if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+                ours.add(optimizer)  # only then: it may be given some of them later
+        if optimizer in ours and (transport := found.transport) is not None:
+            transport.updating()  # first, so that a failure in between knows of it
             if (failure := found.failure) is not None:
                 raise PeerError(f"the optimizer step is not taken, as its gradients are worthless: {failure}")
-            transport.updating()
 
     def after(*_: Any) -> None:
         if (found := this()) is not None:
@@ -44,3 +48,21 @@ def watch(attachment: Attachment, model: nn.Module) -> None:
     weakref.finalize(attachment, register_optimizer_step_pre_hook(before).remove)
     if attachment.reuse_forward:  # whatever any optimizer did: the version numbers do not tell
         weakref.finalize(attachment, register_optimizer_step_post_hook(after).remove)
+
+
+def before_forward(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:
+    """Has the attachment look, before a forward pass of a root, whether its plan still fits the model."""
+    stock = state._root_pre_forward
+
+    def root_pre_forward(*args: Any, **kwargs: Any) -> Any:
+        state._lazy_init()  # which settles who is the root and what the parameters' types are
+        found = attachment()
+        if found is not None and state._state_ctx.iter_forward_root is None:
+            try:
+                found.refresh()
+            except BaseException:
+                state._training_state = type(state._training_state).IDLE  # the step has not begun: none is under way
+                raise
+        return stock(*args, **kwargs)
+
+    return root_pre_forward

@@ -22,6 +22,7 @@ from tide.compiler.columns import (
     DTYPE,
     GRAD,
     KIND_NAMES,
+    KINDS,
     MULTICAST,
     PARTIAL,
     PLACE,
@@ -44,24 +45,19 @@ from tide.compiler.columns import (
     Regions,
     Rows,
     Sums,
+    fields,
     of_kinds,
     ranges,
 )
 from tide.compiler.shard import Int64
 from tide.compiler.steps import (
-    Accumulate,
     Buffer,
-    Copy,
     Lane,
     Multicast,
-    Place,
     Program,
-    Put,
     Region,
-    Signal,
     Step,
     SwitchReduce,
-    Wait,
 )
 from tide.compiler.verify.scene import Scene
 
@@ -241,24 +237,14 @@ class Tables:
         return tuple(rows[:, i].astype(dtype)[at_row] for i, dtype in enumerate(_ROW))
 
     def _row(self, step: Any) -> tuple[int, int, int, int, int]:
-        kind = type(step)
-        if kind is Wait:
-            return WAIT, step.peer, step.lane, step.count, -1
-        if kind is Signal:
-            return SIGNAL, step.peer, step.lane, step.count, -1
-        if kind is Copy:
-            return COPY, step.peer, -1, step.pull, self._payloads.number(step.transfers)
-        if kind is Put:
-            return PUT, step.peer, step.lane, 1, self._payloads.number(step.transfers)
-        if kind is Accumulate:
-            return ACCUMULATE, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
-        if kind is Place:
-            return PLACE, -1, -1, 0, self._payloads.number(step.casts)
-        if kind is SwitchReduce:
-            return SWITCH, -1, -1, step.final, self._payloads.number(step.sums, sums=True)
-        if kind is Multicast:
-            return MULTICAST, -1, -1, 0, self._payloads.number(step.transfers)
-        self.scene.fail(f"no proof covers steps of type {kind.__name__}")
+        if type(step) not in KINDS:
+            self.scene.fail(f"no proof covers steps of type {type(step).__name__}")
+        row = fields(step)
+        if row[0] in (WAIT, SIGNAL):
+            return *row, -1
+        if row[0] in _SUMMING:
+            return *row, self._payloads.number(step.sums, sums=True)
+        return *row, self._payloads.number(step.casts if row[0] == PLACE else step.transfers)
 
     def _check_peers(self) -> None:
         named = self.is_kind(WAIT, SIGNAL, COPY, PUT)

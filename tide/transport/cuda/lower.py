@@ -283,7 +283,7 @@ class _Lowering:
             (own + start(piece.src) + piece.src_offset, start(piece.dst) + piece.dst_offset, piece.length)
             for piece in segments(step.transfers)
         ]
-        channel = self.channel(wire, step.lane)
+        channel, self.out.puts = self.channel(wire, step.lane), True
         self.append(wire.put(stream, self.rank_of(step.peer), pieces, channel))
         if wire.words is not None:
             self.signal(stream, Signal(step.peer, step.lane))

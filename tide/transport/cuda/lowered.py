@@ -79,6 +79,8 @@ class Lowered:
         Counters that the waits use.
     counters : list of int
         Words that launches count in.
+    puts : bool
+        Whether it puts to ranks of other nodes through NCCL.
     ticket : CudaTicket
         Of the call under way, or the last one: what its streams begin after, and the events that they record.
     unawaited : list of int
@@ -101,6 +103,7 @@ class Lowered:
     indices: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=list)
     unawaited: list[int] = field(default_factory=list)
+    puts: bool = False
     ticket: CudaTicket = field(init=False)
     last: int = 0
     _addresses: Int64s | None = None

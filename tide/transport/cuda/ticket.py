@@ -97,6 +97,7 @@ class CudaTicket(Ticket):
         self.unit, self.collective = binding.unit, lowered.program.collective
         self.awaited: Sequence[Awaited] = lowered.awaited
         self.crossings: Sequence[Crossing] = lowered.crossings
+        self.puts = lowered.puts
         self.marks: list[int] = []
         self.indices = lowered.indices
         consumed = transport.words.consumed

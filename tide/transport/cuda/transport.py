@@ -49,12 +49,6 @@ NO_PEER_WRITES = 13010
 #: Program streams that give and take the same signals as another one have to share its CUDA stream.
 SAME_STREAM = {"claim": "ag.node"}
 
-#: What a failure says where the device may run an optimizer step on what no collective has brought.
-UPDATED = (
-    " An optimizer step had been issued behind it, which the device may run on worthless gradients: do not use or save "
-    "this rank's parameters and optimizer state; load a checkpoint."
-)
-
 #: Arenas of all transports that are not closed. One that is dropped without close, as with a model after
 #: an exception, leaks its arena: peers may still write there, and an unmapped address would end their processes.
 _OPEN: set[Arena] = set()
@@ -381,16 +375,20 @@ class CudaTransport(Transport):
     def fail(self, message: str) -> None:
         """Marks the transport broken, and tells the peers; the first reason stays."""
         if self.broken is None:
-            with suppress(TransportError):  # of a device that does not answer
-                if self.books.updates and (self.spoilt or self.books.updates_done() < len(self.books.updates)):
-                    message += UPDATED
-            self.broken = message
+            self.broken = message  # first: whoever notes an optimizer step looks at it afterwards
+            self.watchdog.look_at_updates()
             self.watchdog.tell_peers()
 
     def updating(self) -> None:
-        """Notes that an optimizer step follows what the current stream has been given so far."""
-        self.driver.bind_thread()
-        self.books.note_update(self.driver.current_stream())
+        """Notes that an optimizer step follows what the current stream has been given so far.
+
+        Steps that are captured into a graph are not noted: nothing of TIDE's is called when it is replayed.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        with self._issue:
+            self.driver.bind_thread()
+            self.books.note_update(self.driver.current_stream())
 
     def raise_if_broken(self) -> None:
         """Raises what broke the transport."""

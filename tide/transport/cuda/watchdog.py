@@ -16,8 +16,9 @@ The word also says what this rank was waiting in: each looks at what the ranks t
 finds out that they are alive and have issued other collectives. Their signals would never have answered its waits
 (:mod:`tide.compiler.signals`); the deadline is what ends them.
 
-A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. If a stream does not drain,
-the communicators are broken off, on a thread of their own, as NCCL may wait for just that stream. A host that has run
+A wait of NCCL's is on a word that nobody else can write, and a put waits for the network. Collectives that put to
+other nodes are not set free at all: ranks there, which cannot be told, would sum what comes. If a stream does not
+drain, the communicators are broken off, on a thread of their own, as NCCL may wait for it. A host that has run
 into it would hang for ever: after a last respite the process ends itself, with the reason on stderr.
 """
 
@@ -55,6 +56,12 @@ DRAIN = 1.0
 RESPITE = 30.0
 #: Its exit code then (``EX_PROTOCOL``).
 EXIT_CODE = 76
+
+#: What a failure says where the device may run an optimizer step on what no collective has brought.
+UPDATED = (
+    " An optimizer step had been issued behind it, which the device may run on worthless gradients: do not use or save "
+    "this rank's parameters and optimizer state; load a checkpoint."
+)
 
 #: What a rank that has given up tells its peers, as the number of a counter value: that it has; from `_WAITS` on,
 #: also which collective of which unit it was in.
@@ -166,7 +173,6 @@ class Watchdog:
             transport.books.forget_updates(good)
             return
         told = " and ".join(f"rank {transport.names[rank]}{self._where(number)}" for rank, number in gone.items())
-        transport.spoilt = any(number >= _NOT_WAITED_FOR for number in gone.values())
         started = [ticket for ticket in heads if ticket.number in self._started]
         if started:
             self._expire(started[0], f"was given up by {told}")
@@ -209,7 +215,11 @@ class Watchdog:
         """Peers that have given up, and the number that each has told; None if the device does not answer."""
         transport = self._transport
         words = self._read((transport.abort_offset, 4 * transport.abort_words))
-        return None if words is None else {rank: word // STRIDE for rank, word in enumerate(words) if word}
+        if words is None:
+            return None
+        told = {rank: word // STRIDE for rank, word in enumerate(words) if word}
+        transport.spoilt |= any(number >= _NOT_WAITED_FOR for number in told.values())
+        return told
 
     # What ranks tell each other ------------------------------------------------------------------
 
@@ -243,10 +253,11 @@ class Watchdog:
                 "for a third rank, which its own message names. Every rank must run the same modules in the same order"
             )
         if same := [f"rank {names[rank]}" for rank in ranks if told.get(rank) == own != _GONE]:
-            found.append(f"{' and '.join(same)} waits in this collective, too")
+            found.append(f"{' and '.join(same)} {'waits' if len(same) == 1 else 'wait'} in this collective, too")
         if silent := [f"rank {names[rank]}" for rank in ranks if told.get(rank, _GONE) == _GONE]:
+            has, its = ("has", "its") if len(silent) == 1 else ("have", "their")
             found.append(
-                f"{' and '.join(silent)} has died, is stuck before this collective, or calls another one; look at its "
+                f"{' and '.join(silent)} {has} died or given up, or {has} not come to this collective; look at {its} "
                 "output"
             )
         return ". ".join(found)
@@ -280,6 +291,7 @@ class Watchdog:
                 self._told += _NOT_WAITED_FOR
                 self.tell_peers()
             self._noted = True
+            self.look_at_updates()
         self._release()
 
     def blocked(self, ticket: CudaTicket, words: Mapping[int, int]) -> dict[str, Open]:
@@ -333,6 +345,14 @@ class Watchdog:
         with contextlib.suppress(TransportError):  # what is being broken off may well complain
             transport.wire.abort()
 
+    def look_at_updates(self) -> None:
+        """Says of a failure whether an optimizer step may run on what no collective has brought."""
+        transport, books = self._transport, self._transport.books
+        with contextlib.suppress(TransportError):  # of a device that does not answer
+            late = books.updates and (transport.spoilt or books.updates_done() < len(books.updates))
+            if late and transport.broken is not None and UPDATED not in transport.broken:
+                transport.broken += UPDATED
+
     def tell_peers(self) -> None:
         """Lets the peers know that this rank has given up, and in what, so that they need not wait any longer."""
         transport, driver = self._transport, self._transport.driver
@@ -343,11 +363,15 @@ class Watchdog:
                 driver.copy(place, transport.value_table + 4 * self._told, 4, self._side)
 
     def _release(self) -> None:
-        """Writes what is awaited into the flag words; again at each look, since a late peer may overwrite them."""
+        """Writes what is awaited into the flag words; again at each look, since a late peer may overwrite them.
+
+        Not for collectives that put to other nodes: what they would put is worthless, and nobody there can be told.
+        """
         transport, driver = self._transport, self._transport.driver
         assert self._side is not None
         own = transport.arena.addresses[transport.rank]
-        places = {awaited.index: awaited.word for ticket in transport.outstanding() for awaited in ticket.awaited}
+        waiting = [ticket for ticket in transport.outstanding() if not ticket.puts]
+        places = {awaited.index: awaited.word for ticket in waiting for awaited in ticket.awaited}
         places |= transport.poisoned
         for index, value in transport.words.satisfied(places).items():
             driver.write_value(self._side, own + places[index], value, 0)

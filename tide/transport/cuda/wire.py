@@ -9,12 +9,12 @@ Each unit has signal indices of its own, as it has words within a node (:mod:`ti
 one unit never answers a wait of another. NCCL keeps a counter for each index, context and rank.
 
 NCCL runs the operations of one communicator in the order of their issue, also those of different streams: a wait then
-holds back puts that were issued later. `issue_order` makes that safe (every wait comes after its signal, over all
-ranks), and more than one communicator makes it cheaper.
+holds back puts that were issued later. The order in which steps are issued (:mod:`tide.transport.cuda.order`) makes
+that safe, as every wait comes after its signal, over all ranks; more than one communicator makes it cheaper.
 
 Instead of NCCL's signals, flag words may be put (`Wire.words`): four bytes, as a put of their own after the data. The
 stream has then seen the data out, and the waits are the same as within a node: no operation of NCCL's, so nothing is
-held back, and the watchdog can set them free.
+held back.
 """
 
 from __future__ import annotations
