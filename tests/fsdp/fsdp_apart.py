@@ -52,7 +52,7 @@ def skipped(rank: int, world: int) -> list[tuple[str, float]]:
             train(s, rank, range(1))
         if rank == 0:
             side.model.skipped, side.model.detached = blocks, detached
-        told.append(_step(side, rank))
+        told.append(_step(side, rank, closure=detached >= 0))
         _refused(side)
         side.model.skipped, side.model.detached = (), -1
         tide.detach(side.model)
@@ -64,15 +64,24 @@ def skipped(rank: int, world: int) -> list[tuple[str, float]]:
     return told
 
 
-def _step(side: Side, rank: int) -> tuple[str, float]:
-    """A step up to the optimizer, which fails."""
+def _step(side: Side, rank: int, closure: bool) -> tuple[str, float]:
+    """A step up to the optimizer, which fails; also within the optimizer's, by a closure that says nothing of it."""
     ((tokens, targets),) = data(9, rank)
-    begin = time.monotonic()
-    try:
-        lossy(side.model, tokens, targets).backward()
-    except PeerError as error:
-        return str(error), time.monotonic() - begin
-    raise AssertionError("the step went through")
+    begin, told = time.monotonic(), list[str]()
+
+    def run() -> None:
+        try:
+            lossy(side.model, tokens, targets).backward()
+        except PeerError as error:
+            told.append(str(error))
+
+    if closure:
+        with pytest.raises(PeerError, match="the optimizer step is not taken"):
+            side.optimizer.step(run)
+    else:
+        run()
+    assert told, "the step went through"
+    return told[0], time.monotonic() - begin
 
 
 def _refused(side: Side) -> None:
@@ -87,3 +96,18 @@ def _refused(side: Side) -> None:
     late.add_param_group({"params": side.optimizer.param_groups[0]["params"]})
     with pytest.raises(PeerError, match="the optimizer step is not taken"):
         late.step()
+
+
+def options_that_differ(rank: int, world: int) -> str:
+    """What attach says where one rank alone reuses the forward pass; then a compiled optimizer step, all alike."""
+    side = fresh(_made, mp_policy=MIXED)
+    with pytest.raises(PeerError) as caught:
+        tide.attach(side.model, reuse_forward=rank == 1)
+    tide.attach(side.model, reuse_forward=True)
+    for step in range(2):
+        ((tokens, targets),) = data(step, rank)
+        lossy(side.model, tokens, targets).backward()
+        torch.compile(side.optimizer.step, backend="eager")()
+        side.optimizer.zero_grad()
+    tide.detach(side.model)
+    return str(caught.value)

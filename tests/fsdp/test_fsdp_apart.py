@@ -16,3 +16,9 @@ def test_blocks_that_one_rank_alone_skips() -> None:
             assert seconds < 12
     assert "the gradients of rank 0 are others than before (there is none of embed.weight)" in first[3][0]
     assert "rank 0" in second[3][0]
+
+
+def test_attach_compares_its_options() -> None:
+    for told in run_ranks(jobs.options_that_differ, 2):
+        assert "different options of attach" in told
+        assert "reuse_forward: False on rank 0; True on rank 1" in told

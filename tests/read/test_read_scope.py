@@ -103,7 +103,9 @@ def test_ranks_that_are_given(fake_world: Callable) -> None:
             ([4, 5, 6], r"is sharded over ranks \(4, 5, 6, 7\), but rank 7 is not among .* \(ranks 4–6 of 8\)"),
             ([0, 1], r"this is rank 5, which is not among \(0, 1\)"),
             ([5, 8], "8 is no rank of this job, which has 8"),
-            (["5", 4], "'5' is no rank of this job"),
+            (["5", 4], "expected world ranks"),
+            (5, "expected world ranks, such as .* got int 5"),
+            (mesh, "expected world ranks, .* got DeviceMesh"),
             ([5, 5], "a rank stands there twice"),
         ):
             with pytest.raises(InputError, match=told):

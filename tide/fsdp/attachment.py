@@ -17,7 +17,7 @@ from tide.compiler.read.fsdp import Reading, Sticky, read_groups
 from tide.compiler.verify import verify
 from tide.errors import AttachError, InputError, PeerError, TideError
 from tide.fsdp import early, introspect, recovery, seam, updates, versions
-from tide.fsdp.configuration import agree_on, fingerprint, slots_for, why_not
+from tide.fsdp.configuration import agree_on, agree_within, fingerprint, slots_for, why_not
 from tide.fsdp.scope import scope_of
 from tide.fsdp.unit import AttachedUnit
 from tide.plan import Plan
@@ -145,12 +145,13 @@ def detach(model: torch.nn.Module) -> None:
     """Gives ``model`` back to stock FSDP2. Collective over the ranks that hold it; does nothing if it is not attached.
 
     After an error of TIDE's (`TideError`) each rank can call it alone, in the middle of the step too. The step is
-    given up then, with all gradients that have not been reduced: call ``optimizer.zero_grad()`` before the next one.
-    Shards and optimizer state are what they were; a rank that was through with its step may be one ahead of the
-    others. Only where a GPU had been given an optimizer step behind the collective that failed, it may have run it on
-    worthless gradients: the error says so then, and a checkpoint has to be loaded. Where a rank has died, the process
-    groups of stock FSDP2 are of no use either: save the shards and start again. With HSDP a failure within one replica
-    does not reach the others, which wait in FSDP2's own all-reduce until the timeout of its process group.
+    given up then, with all of the model's gradients: those that have been reduced are of some parameters only.
+    Shards and optimizer state are what they were, but for optimizers that step within backward; a rank that was
+    through with its step may be one ahead of the others. Only where a GPU had been given an optimizer step behind the
+    collective that failed, it may have run it on worthless gradients: the error says so then, and a checkpoint has to
+    be loaded. Where a rank has died, the process groups of stock FSDP2 are of no use either: save the shards and start
+    again. With HSDP a failure within one replica does not reach the others, which wait in FSDP2's own all-reduce until
+    the timeout of its process group; nor, under pipeline parallelism, does one within a stage reach the other stages.
 
     Raises
     ------
@@ -212,6 +213,8 @@ class Attachment:
         #: Forward passes of a root that have begun, and steps of any optimizer: what was gathered before one of
         #: them is not taken for what would be gathered after it.
         self.steps = 0
+        chosen = {"reuse_forward": reuse_forward, "early_reduce": early_reduce}
+        agree_within(self.scope, chosen, "options of attach")
         self._bind()
         seam.install()
         self._uninstall = weakref.finalize(self, seam.uninstall)
@@ -286,7 +289,8 @@ class Attachment:
         """What runs on TIDE, what runs stock and why, and what has been done so far."""
         served = [reading for reading in self._readings if reading.name in self._units]
         where = "" if self.scope.everywhere else f", {self.scope}"
-        lines = [f"{introspect.class_name(self._model)}: {len(served)} of {len(self._readings)} groups on TIDE{where}"]
+        name = introspect.class_name(self._model) + ("" if self.attached else ", detached")
+        lines = [f"{name}: {len(served)} of {len(self._readings)} groups on TIDE{where}"]
         if self._session is not None and self.compiled is not None:
             arena = self.compiled.arena
             lines[0] += (
@@ -305,6 +309,8 @@ class Attachment:
                 slot = self.compiled.arena.slot_of[reading.name]
                 own = ", its own" if reading.unit is not None and reading.unit.stays_whole else ""
                 lines.append(f"  {name}: slot {slot}{own}, {len(unit.params)} parameters; {unit.counts}{unit.remark}")
+        if self.failure is not None:
+            lines.append(f"  failed: {self.failure}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

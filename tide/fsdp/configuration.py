@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tide.compiler.read.fsdp import Reading
@@ -58,7 +58,19 @@ def agree_on(readings: Sequence[Reading], scope: Scope) -> None:
 
     A rank that is alone with a change, such as a frozen unit, would reduce other units than its peers from then on.
     """
-    timeout, rows = resolve_timeout(), zip(readings, fingerprint(readings), strict=True)
+    rows = zip(readings, fingerprint(readings), strict=True)
     same = {f"configuration of {reading.name or 'root'!r}": str(row) for reading, row in rows}
+    agree_within(scope, same, "configurations of the model")
+
+
+def agree_within(scope: Scope, same: Mapping[str, object], what: str) -> None:
+    """Compares what must be equal on all ranks that hold the model.
+
+    Raises
+    ------
+    PeerError
+        If it is not.
+    """
+    timeout = resolve_timeout()
     with control_group(scope.group(timeout), timeout) as control:
-        agree(same, None, control, timeout, "configurations of the model")
+        agree(same, None, control, timeout, what)

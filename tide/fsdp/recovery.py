@@ -21,7 +21,7 @@ def give_up_step(wrapped: Sequence[Wrapped]) -> None:
     would have FSDP2 take the next step for a piece of this one.
 
     Gradients that have not been reduced are dropped, also those accumulated in earlier passes, as FSDP2 does it.
-    Reduced ones stay with the parameters.
+    So are those that have been reduced: they are of some parameters only.
 
     Parameters
     ----------
@@ -75,6 +75,7 @@ def _clear_group(group: Any) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+        param.sharded_param.grad = None
 
 
 def _wait(holder: Any, events: Sequence[Any]) -> None:

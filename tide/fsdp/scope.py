@@ -8,7 +8,10 @@ these were cut out of do not count: under pipeline parallelism they lead to stag
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from operator import index
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from tide.errors import InputError
 from tide.fsdp import introspect
@@ -35,20 +38,23 @@ def scope_of(model: Any, ranks: Collection[int] | ProcessGroup | None = None) ->
     """
     if ranks is None:
         return Scope.of(_closure(model))
-    if isinstance(ranks, Collection):
-        return Scope.of(ranks)
-    from tide.transport.agreement import world_ranks
+    if isinstance(ranks, dist.ProcessGroup):
+        from tide.transport.agreement import world_ranks
 
-    return Scope.of(world_ranks(ranks))
+        return Scope.of(world_ranks(ranks))
+    try:
+        return Scope.of([rank if isinstance(rank, bool) else index(rank) for rank in ranks])
+    except TypeError:
+        raise InputError(
+            f"ranks: expected world ranks, such as [2, 3], or a process group, got {type(ranks).__name__} {ranks!r}"
+        ) from None
 
 
 def _closure(model: Any) -> set[int]:
-    import torch.distributed as dist
-
     relations = [{rank: row for row in rows for rank in row} for rows in _rows(model)]
     found: set[int] = set()
     new = {dist.get_rank()}
-    while new and len(found | new) < dist.get_world_size():
+    while new:
         found |= new
         reached: set[int] = set()
         for rank in new:
@@ -62,7 +68,7 @@ def _closure(model: Any) -> set[int]:
                     )
                 reached.update(row_of[rank])
         new = reached - found
-    return found | new
+    return found
 
 
 def _rows(model: Any) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tide.errors import PeerError
@@ -28,19 +29,21 @@ def watch(attachment: Attachment, model: nn.Module) -> None:
     this, whole = weakref.ref(attachment), weakref.ref(model)
     ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
+    @torch._dynamo.disable  # a compiled step would be compiled anew for whatever the hook looks at
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         found = this()
         if found is None or not found.attached:
-            return
+            return None
         if optimizer not in ours and (owner := whole()) is not None:
             held = introspect.resident_ids(owner)
             if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
                 ours.add(optimizer)  # only then: it may be given some of them later
-        if optimizer in ours and (transport := found.transport) is not None:
-            transport.updating()  # first, so that a failure in between knows of it
-            if (failure := found.failure) is not None:
-                raise PeerError(f"the optimizer step is not taken, as its gradients are worthless: {failure}")
+        if optimizer not in ours:
+            return None
+        _ask(found)
+        return _asking_again(args, kwargs, this)
 
+    @torch._dynamo.disable
     def after(*_: Any) -> None:
         if (found := this()) is not None:
             found.steps += 1
@@ -48,6 +51,35 @@ def watch(attachment: Attachment, model: nn.Module) -> None:
     weakref.finalize(attachment, register_optimizer_step_pre_hook(before).remove)
     if attachment.reuse_forward:  # whatever any optimizer did: the version numbers do not tell
         weakref.finalize(attachment, register_optimizer_step_post_hook(after).remove)
+
+
+def _ask(attachment: Attachment) -> None:
+    """Refuses an optimizer step after a failure, and notes it otherwise."""
+    if (transport := attachment.transport) is not None:
+        transport.updating()  # first, so that a failure in between knows of it
+        if (failure := attachment.failure) is not None:
+            raise PeerError(f"the optimizer step is not taken, as its gradients are worthless: {failure}")
+
+
+def _asking_again(args: Any, kwargs: Any, attachment: weakref.ref[Attachment]) -> Any:
+    """The arguments of ``step`` with a closure that asks once it is through; None if there is no closure.
+
+    A closure gathers and reduces after the step has been asked for.
+    """
+    place = 1 if len(args) > 1 and callable(args[1]) else None  # behind the optimizer itself
+    closure = kwargs.get("closure") if place is None else args[place]
+    if not callable(closure):
+        return None
+
+    def asking() -> Any:
+        value = closure()
+        if (found := attachment()) is not None:
+            _ask(found)
+        return value
+
+    if place is None:
+        return args, {**kwargs, "closure": asking}
+    return (*args[:place], asking, *args[place + 1 :]), kwargs
 
 
 def before_forward(state: Any, attachment: weakref.ref[Attachment]) -> Callable[..., Any]:

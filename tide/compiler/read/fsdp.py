@@ -112,10 +112,11 @@ def read_groups(
             reason = introspect.why_stock(group) or (refuse(group) if refuse is not None else None)
             unit = None
             if reason is None:
+                key = introspect.mesh_key(group)
+                rows = None if key in meshes else scope.places(introspect.shard_groups(group), label(name))
                 try:
-                    key = introspect.mesh_key(group)
-                    if key not in meshes:  # shared by all units on it: a mesh may have thousands of ranks
-                        meshes[key] = Mesh(scope.places(introspect.shard_groups(group), label(name)))
+                    if rows is not None:  # shared by all units on it: a mesh may have thousands of ranks
+                        meshes[key] = Mesh(rows)
                     unit = Unit(
                         name=name,
                         parameters=tuple(_parameter(names_of[id(p)], p, sticky) for p in group.fsdp_params),
