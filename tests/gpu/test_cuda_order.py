@@ -111,8 +111,9 @@ def test_a_rank_of_many_makes_two_programs(rows: int) -> None:
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
 def test_what_peers_are_taken_to_give_is_what_their_programs_give(rows: int, collective: str) -> None:
     compiled = compiled_for(5, 4, rows, chunk_bytes=1 << 12)
-    found = 0
-    for rank, peers in enumerate(peers_of(compiled, collective)):
+    found, programs = 0, compiled.programs("u", collective, 0)
+    for rank in (0, 6, 19):
+        peers = Peers(compiled, "u", rank, programs[rank], programs)
         for other in range(rank % 4, 20, 4):
             if other == rank:
                 continue

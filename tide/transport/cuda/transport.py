@@ -384,7 +384,7 @@ class CudaTransport(Transport):
 
         Steps that are captured into a graph are not noted: nothing of TIDE's is called when it is replayed.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         with self._issue:
             self.driver.bind_thread()
