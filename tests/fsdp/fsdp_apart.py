@@ -104,10 +104,8 @@ def options_that_differ(rank: int, world: int) -> str:
     with pytest.raises(PeerError) as caught:
         tide.attach(side.model, reuse_forward=rank == 1)
     tide.attach(side.model, reuse_forward=True)
-    for step in range(2):
-        ((tokens, targets),) = data(step, rank)
-        lossy(side.model, tokens, targets).backward()
-        torch.compile(side.optimizer.step, backend="eager")()
-        side.optimizer.zero_grad()
+    ((tokens, targets),) = data(0, rank)
+    lossy(side.model, tokens, targets).backward()
+    torch.compile(side.optimizer.step, backend="eager")()
     tide.detach(side.model)
     return str(caught.value)
