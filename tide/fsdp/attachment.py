@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -218,7 +219,7 @@ class Attachment:
         self._bind()
         seam.install()
         self._uninstall = weakref.finalize(self, seam.uninstall)
-        updates.watch(self, model)
+        updates.watch(self)
         self._watch()
 
     # What a user asks --------------------------------------------------------------------------
@@ -237,6 +238,11 @@ class Attachment:
     def failure(self) -> str | None:
         """What has ended the step under way, if anything has."""
         return (None if self._session is None else self._session.transport.failure) or self._failure
+
+    @property
+    def groups(self) -> list[Any]:
+        """FSDP2's parameter groups, those that run stock too."""
+        return [reading.group for reading in self._readings]
 
     @property
     def transport(self) -> Transport | None:

@@ -312,9 +312,8 @@ def resident(param: Any) -> Any:
     return getattr(param._module_info.module, param._module_info.param_name)
 
 
-def resident_ids(root: Any) -> set[int]:
+def resident_ids(groups: Iterable[Any]) -> set[int]:
     """Identities of all sharded parameters: what an optimizer holds, whether they are whole at the moment or not."""
-    groups = (group for wrapped in wrapped_modules(root) for group in wrapped.groups)
     return {id(resident(param)) for group in groups for param in group.fsdp_params}
 
 

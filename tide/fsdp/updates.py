@@ -19,14 +19,12 @@ from tide.errors import PeerError
 from tide.fsdp import introspect
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tide.fsdp.attachment import Attachment
 
 
-def watch(attachment: Attachment, model: nn.Module) -> None:
+def watch(attachment: Attachment) -> None:
     """Has the optimizers of a model's parameters ask before their steps, as long as the attachment lives."""
-    this, whole = weakref.ref(attachment), weakref.ref(model)
+    this = weakref.ref(attachment)
     ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @torch._dynamo.disable  # a compiled step would be compiled anew for whatever the hook looks at
@@ -34,8 +32,8 @@ def watch(attachment: Attachment, model: nn.Module) -> None:
         found = this()
         if found is None or not found.attached:
             return None
-        if optimizer not in ours and (owner := whole()) is not None:
-            held = introspect.resident_ids(owner)
+        if optimizer not in ours:
+            held = introspect.resident_ids(found.groups)
             if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
                 ours.add(optimizer)  # only then: it may be given some of them later
         if optimizer not in ours:

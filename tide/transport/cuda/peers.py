@@ -8,7 +8,9 @@ owner's chunks in the same pieces, so one of them tells how all signal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 
@@ -48,7 +50,6 @@ class Peers:
     def __init__(self, compiled: Compiled, unit: str, rank: int, program: Program, programs: Programs | None) -> None:
         self.program, self._programs = program, programs
         self._many = programs is not None and len(programs) > GROUP_RANKS  # small groups are looked at as they are
-        self._arriving: list[int] | None = None
         self.order = self._order(compiled, unit, rank)
 
     def _order(self, compiled: Compiled, unit: str, rank: int) -> list[tuple[int, int]]:
@@ -69,22 +70,25 @@ class Peers:
         assert self._programs is not None, "a claim waits for nobody on another node"
         if not self._many or self.program.collective != "reduce_scatter" or self._programs.context.by_switch:
             return signals_given(self._programs[peer], self.program.position)
-        credits = sum(
-            step.count
-            for _, _, step in self.program.steps()
-            if isinstance(step, Wait) and step.peer == peer and step.lane == Lane.WIRE_CREDIT
-        )
-        return {Lane.PARTIAL: self._pieces(), Lane.WIRE_CREDIT: [1] * credits}
+        return {Lane.PARTIAL: self._pieces, Lane.WIRE_CREDIT: [1] * self._credits[peer]}
 
+    @cached_property
     def _pieces(self) -> list[int]:
         """NCCL signals behind each partial sum that a source puts to this position; the same for all of them."""
-        if self._arriving is None:
-            assert self._programs is not None
-            team, position = self._programs.context.team, self.program.position
-            node, local = team.seat(position)
-            source = team.grid[node - 1][local]
-            self._arriving = signals_given(self._programs[source], position).get(Lane.PARTIAL, [])
-        return self._arriving
+        assert self._programs is not None
+        team, position = self._programs.context.team, self.program.position
+        node, local = team.seat(position)
+        source = team.grid[node - 1][local]
+        return signals_given(self._programs[source], position).get(Lane.PARTIAL, [])
+
+    @cached_property
+    def _credits(self) -> Counter[int]:
+        """Credits of each peer that this position's puts wait for."""
+        credits = Counter[int]()
+        for _, _, step in self.program.steps():
+            if isinstance(step, Wait) and step.lane == Lane.WIRE_CREDIT:
+                credits[step.peer] += step.count
+        return credits
 
 
 class PeersByProgram:
