@@ -885,10 +885,7 @@ def test_an_optimizer_step_behind_a_failed_collective_is_told(when: str, told: b
         if when == "behind":
             ticket.wait()  # as FSDP2 has the stream wait on which the optimizer runs
             first.transport.updating()
-        limit = time.monotonic() + 20
-        while first.transport.failure is None and time.monotonic() < limit:
-            machine.go(100)
-            time.sleep(0.02)
+        until_failed(machine, [first])
         with pytest.raises(PeerError) as caught:
             ticket.wait()
         assert ("An optimizer step had been issued behind it" in str(caught.value)) == told
@@ -900,8 +897,13 @@ def failing(made: Cluster, machine: Machine, ranks: Sequence[int]) -> None:
     first = made.sessions[0]
     shards = [cut(values(p.shape, p.shard_dtype, i), p.dim, 2, 0) for i, p in enumerate(UNITS["block1"])]
     first.all_gather("block1", shards)
+    until_failed(machine, [made.sessions[rank] for rank in ranks])
+
+
+def until_failed(machine: Machine, sessions: Sequence[Session]) -> None:
+    """Runs until the deadlines have passed, or 20 seconds."""
     limit = time.monotonic() + 20
-    while any(made.sessions[rank].transport.failure is None for rank in ranks) and time.monotonic() < limit:
+    while any(session.transport.failure is None for session in sessions) and time.monotonic() < limit:
         machine.go(100)
         time.sleep(0.01)
 

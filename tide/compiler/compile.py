@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from tide.compiler.columns import ProgramRows
 from tide.compiler.model import Mesh, ModelSpec, Parameter, Unit
@@ -216,8 +217,12 @@ class Programs(Mapping[int, Program]):
         damaged: dict[int, Program],
     ) -> None:
         self.context, self.collective, self.subset = context, collective, subset
-        self._cast = _with_grad_dtypes(context, dict(grad_dtypes)) if grad_dtypes else context
-        self._made, self._damaged = made, damaged
+        self._grad_dtypes, self._made, self._damaged = grad_dtypes, made, damaged
+
+    @cached_property
+    def _cast(self) -> UnitContext:
+        """The context with the gradients' types; not needed where the program is kept."""
+        return _with_grad_dtypes(self.context, dict(self._grad_dtypes)) if self._grad_dtypes else self.context
 
     def __getitem__(self, position: int) -> Program:
         if position in self._damaged:
